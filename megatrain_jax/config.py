@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import glob
+import os
 import re
-from collections.abc import Mapping
+import types
+import typing
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
+
+from megatrain_jax.typed_yaml import Bounds, Pattern, convert, describe, dump, parse
 
 
 class UserError(ValueError):
     """Something the user brought is wrong. The message is one line: the thing, its value, what to do."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """The numbers a key accepts: from `low` to `high`, both allowed unless `low_open` or `high_open` says so."""
-
-    low: float = 0
-    high: float = float("inf")
-    low_open: bool = False
-    high_open: bool = False
-
-    def __contains__(self, x: float) -> bool:
-        above = x > self.low if self.low_open else x >= self.low
-        return above and (x < self.high if self.high_open else x <= self.high)
-
-    def __str__(self) -> str:
-        text = f"{'>' if self.low_open else '>='} {self.low}"
-        return text if self.high == float("inf") else f"{text} and {'<' if self.high_open else '<='} {self.high}"
 
 
 Count = Annotated[int, Bounds(low=1)]
@@ -36,6 +25,8 @@ NonNegative = Annotated[float, Bounds()]
 Positive = Annotated[float, Bounds(low_open=True)]
 Share = Annotated[float, Bounds(high=1)]
 Fraction = Annotated[float, Bounds(high=1, high_open=True)]
+Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?|all", "auto, cpu, cuda, cuda:N or all")]
+FileSize = Annotated[str, Pattern(r"([1-9]\d*)\s*([KMGT]?)(i?)B", "a whole number and a unit such as 5GB or 512MiB")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +34,8 @@ class ModelConfig:
     r"""Which model, and what it computes with.
 
     Attributes:
-      name: local Hugging Face folder (config.json, safetensors, tokenizer.json). Aliases: model_name_or_path, base_model.
+      name: local Hugging Face folder (config.json, safetensors, tokenizer.json).
+        Aliases: model_name_or_path, base_model.
       tokenizer: folder of the tokenizer; None is `name`.
       init: "pretrained" reads the safetensors; "random" needs only config.json.
       config_overrides: replaces entries of config.json, e.g. ``{num_hidden_layers: 4}``.
@@ -58,7 +50,7 @@ class ModelConfig:
     init: Literal["pretrained", "random"] = "pretrained"
     config_overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: str = "auto"
+    device: Device = "auto"
     attn_implementation: Literal["auto", "cudnn", "xla"] = "auto"
     freeze: tuple[str, ...] = ()
 
@@ -76,6 +68,7 @@ class DatasetConfig:
       chat_template: None is the tokenizer's own; else a path of a Jinja file, or Jinja text.
       system_prompt: put before conversations that have no system turn; "" is none.
       train_on: which tokens are supervised: those of every assistant turn, of the last one, of the completion, or all.
+        Aliases: train_on_inputs and train_on_prompt, true for "all".
       max_seq_len: longest row, in tokens. Aliases: cutoff_len, sequence_len, max_length, max_seq_length.
       overlong: what happens to a longer sample.
       pad_to_multiple_of: rows are padded to a multiple of this many tokens.
@@ -215,16 +208,14 @@ class CheckpointConfig:
     save_total_limit: Count | None = 2
     save_final: bool = True
     save_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    max_shard_size: str = "5GB"
+    max_shard_size: FileSize = "5GB"
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes. Raises UserError if it is not a number and a unit."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", self.max_shard_size, re.IGNORECASE)
-        size = match and int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-        if not size:
-            raise UserError(f"checkpoint.max_shard_size: expected a size such as '5GB', got {self.max_shard_size!r}")
-        return size
+        """`max_shard_size` in bytes."""
+        pattern = typing.get_args(FileSize)[1]
+        number, prefix, binary = re.fullmatch(pattern.regex, self.max_shard_size).groups()
+        return int(number) * (1024 if binary else 1000) ** ["", "K", "M", "G", "T"].index(prefix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,3 +253,254 @@ class Config:
     output_dir: str = "outputs/run"
     seed: Size = 42
     ignored: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The tree as plain dicts by section and key, without `ignored`."""
+        tree = dataclasses.asdict(self)
+        del tree["ignored"]
+        return tree
+
+    def dump(self, path: str | os.PathLike) -> None:
+        """Writes a YAML file from which `load_config` makes an equal Config."""
+        with open(path, "w", encoding="utf-8") as file:
+            dump(self.to_dict(), file)
+
+
+def load_config(path: str | os.PathLike, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies overrides.
+
+    Relative paths of models and data are looked for beside the YAML file, then in the current directory; those of
+    overrides, and `output_dir`, in the current directory. The paths of the result are absolute.
+
+    Args:
+      path: a YAML file with the sections of `Config`. A LLaMA-Factory file without sections is read too as far as its
+        keys are known.
+      overrides: ``section.key=value``, the value as YAML would read it. Later ones win.
+
+    Raises:
+      UserError: the file or an override is not readable, has an unknown key, a value of the wrong type or out of
+        range, two spellings of a key that contradict each other, or names a path that does not exist.
+    """
+    changed: dict[str, Any] = {}
+    named: list[str] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        here = f"(in the override {override!r})"
+        if not equals or key.count(".") > 1:
+            raise UserError(f"{override}: expected section.key=value, a mapping as section.key={{name: value}}")
+        try:
+            tree = parse(text)
+        except ValueError as error:
+            raise UserError(f"{key}: {error} {here}") from error
+        for name in reversed(key.strip().split(".")):
+            tree = {name: tree}
+        settings, ignored = _settings(tree, here, [os.getcwd()])
+        changed |= settings
+        named += ignored
+    where = f"(in {os.fspath(path)})"
+    folders = [os.path.dirname(os.path.abspath(path)), os.getcwd()]
+    settings, ignored = _settings(_read(path), where, folders, without=changed)
+    return _build(settings | changed, tuple(dict.fromkeys(ignored + named)), where)
+
+
+_HINTS = typing.get_type_hints(Config, include_extras=True)
+_SECTIONS = {name: cls for name, cls in _HINTS.items() if dataclasses.is_dataclass(cls)}
+_TYPES = {"output_dir": _HINTS["output_dir"], "seed": _HINTS["seed"]} | {
+    f"{section}.{key}": kind
+    for section, cls in _SECTIONS.items()
+    for key, kind in typing.get_type_hints(cls, include_extras=True).items()
+}
+_ALIASES = {
+    "model.model_name_or_path": "model.name",
+    "model.base_model": "model.name",
+    "dataset.cutoff_len": "dataset.max_seq_len",
+    "dataset.sequence_len": "dataset.max_seq_len",
+    "dataset.max_length": "dataset.max_seq_len",
+    "dataset.max_seq_length": "dataset.max_seq_len",
+    "dataset.train_on_inputs": "dataset.train_on",
+    "dataset.train_on_prompt": "dataset.train_on",
+    "training.per_device_train_batch_size": "training.batch_size",
+    "training.micro_batch_size": "training.batch_size",
+    "training.max_steps": "training.num_steps",
+    "training.warmup_ratio": "training.warmup_steps",
+    "training.seed": "seed",
+    "logging.logging_steps": "logging.log_interval",
+    "logging.log_every_n_steps": "logging.log_interval",
+}
+# Keys that a MegaTrain file carries and that have no meaning in this engine.
+_WITHOUT_EFFECT = (
+    "model.trust_remote_code",
+    "dataset.num_workers",
+    "memory.checkpoint_interval",
+    "memory.num_grad_slabs",
+    "logging.enable_timing",
+)
+_PYTORCH_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager")
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16"}
+_PROMPT_IS_TRAINED = {True: "all", False: "assistant"}
+# Spellings of values. YAML 1.1 reads an unquoted no or off as false.
+_VALUES: dict[str, dict[Any, Any]] = {
+    "model.dtype": _DTYPES,
+    "model.device": {"gpu": "cuda"},
+    "model.attn_implementation": dict.fromkeys(_PYTORCH_ATTENTION, "auto"),
+    "dataset.train_on_inputs": _PROMPT_IS_TRAINED,
+    "dataset.train_on_prompt": _PROMPT_IS_TRAINED,
+    "training.max_steps": {-1: None},
+    "training.warmup_ratio": {0: None},
+    "training.lr_scheduler_type": {
+        "constant_with_warmup": "constant",
+        "linear_with_warmup": "linear",
+        "cosine_with_warmup": "cosine",
+        "warmup_stable_decay": "wsd",
+    },
+    "training.resume_from_checkpoint": {True: "auto", False: "none", None: "none"},
+    "optimizer.type": dict.fromkeys(
+        ["deepspeed_adam", "cpu_adamw", "cpu_adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"], "adamw"
+    ),
+    "eval.eval_strategy": {False: "no"},
+    "checkpoint.save_strategy": {False: "no"},
+    "checkpoint.save_dtype": _DTYPES,
+    "logging.progress": {False: "off"},
+}
+_LR_SCHEDULER_KWARGS = ("min_lr_ratio", "decay_ratio")
+_PATHS = {
+    "model.name": "give a local Hugging Face folder",
+    "model.tokenizer": "give a local Hugging Face folder",
+    "dataset.path": "give a file, a folder or a glob",
+    "dataset.eval_path": "give a file, a folder or a glob",
+    "dataset.chat_template": "give a Jinja file or Jinja text",
+    "training.resume_from_checkpoint": "give auto, none or a checkpoint folder",
+}
+# Keys that say nothing without their section.
+_VAGUE = ("name", "path", "type", "format", "init")
+_FLAT = {
+    name.partition(".")[2]: name
+    for name in (*_TYPES, *_ALIASES, *_WITHOUT_EFFECT)
+    if "." in name and name.partition(".")[2] not in (*_VAGUE, *_TYPES)
+}
+
+
+def _read(path: str | os.PathLike) -> Any:
+    try:
+        with open(path, "rb") as file:
+            return parse(file.read())
+    except OSError as error:
+        raise UserError(f"config: cannot read {os.fspath(path)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"config: {error} (in {os.fspath(path)})") from error
+
+
+def _leaves(tree: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Pairs of section.key and value; keys outside a section are moved into theirs."""
+    if not isinstance(tree, Mapping):
+        raise UserError(f"config: expected sections such as model and dataset, got {tree!r} {where}")
+    for name, value in tree.items():
+        if name not in _SECTIONS:
+            yield _FLAT.get(name, str(name)), value
+        elif isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
+        elif value is not None:
+            raise UserError(f"{name}: expected a mapping of keys, got {value!r} {where}")
+
+
+def _settings(
+    tree: Any, where: str, folders: Sequence[str], without: Container[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Checked values by their canonical section.key, except those in `without`, and the keys without effect."""
+    settings: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    ignored = []
+    for name, value in _leaves(tree, where):
+        key = _ALIASES.get(name, name)
+        if name in _WITHOUT_EFFECT:
+            ignored.append(name)
+            continue
+        if key not in _TYPES:
+            raise UserError(f"{name}: unknown key{_suggestion(name)} {where}")
+        if key in without:
+            continue
+        if key == "model.attn_implementation" and value in _PYTORCH_ATTENTION:
+            ignored.append(f"{name}={value}")
+        if key == "model.device" and type(value) is int:
+            value = f"cuda:{value}"
+        if isinstance(value, str | bool | int | float | None):
+            value = _VALUES.get(name, {}).get(value, value)
+        if value is None and name in _ALIASES and types.NoneType not in typing.get_args(_TYPES[key]):
+            continue
+        value = _checked(name, key, value, where, folders)
+        if key in settings and None not in (value, settings[key]) and value != settings[key]:
+            raise UserError(f"{name}: {value!r} contradicts {spelt[key]}, {settings[key]!r} {where}")
+        if settings.get(key) is None:
+            settings[key], spelt[key] = value, name
+    return settings, ignored
+
+
+def _suggestion(name: str) -> str:
+    section, dot, leaf = name.rpartition(".")
+    if not dot:
+        near = _FLAT | {key: key for key in _HINTS if key != "ignored"}
+    elif leaf in _FLAT:
+        near = {leaf: _FLAT[leaf]}
+    else:
+        near = {key.partition(".")[2]: key for key in (*_TYPES, *_ALIASES) if key.startswith(f"{section}.")}
+    close = difflib.get_close_matches(leaf, near, n=1)
+    return f", did you mean {near[close[0]]}?" if close else ""
+
+
+def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]) -> Any:
+    """`value` as the type of `key`, paths made absolute. `name` is how the user spelt the key."""
+    if key in ("model.dtype", "checkpoint.save_dtype") and value == "float16":
+        raise UserError(f"{name}: float16 is refused, its range is too small for gradients: use bfloat16 {where}")
+    try:
+        value = convert(_TYPES[key], value)
+    except ValueError:
+        raise UserError(f"{name}: expected {describe(_TYPES[key])}, got {value!r} {where}") from None
+    if key == "training.lr_scheduler_kwargs" and (unknown := [k for k in value if k not in _LR_SCHEDULER_KWARGS]):
+        raise UserError(f"{name}: unknown key {unknown[0]!r}, choose from {', '.join(_LR_SCHEDULER_KWARGS)} {where}")
+    if key == "model.freeze":
+        for pattern in value:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UserError(f"{name}: {pattern!r} is not a regular expression: {error} {where}") from error
+    if key == "output_dir":
+        return os.path.abspath(os.path.expanduser(value))
+    if key in _PATHS and value is not None:
+        return _resolved(name, key, value, where, folders)
+    return value
+
+
+def _resolved(name: str, key: str, value: str, where: str, folders: Sequence[str]) -> str:
+    if key == "dataset.chat_template" and "{" in value:
+        return value
+    if key == "training.resume_from_checkpoint" and value in ("auto", "none"):
+        return value
+    for folder in folders:
+        path = os.path.abspath(os.path.join(folder, os.path.expanduser(value)))
+        if os.path.exists(path) or (key.startswith("dataset.") and glob.glob(path, recursive=True)):
+            return path
+    raise UserError(f"{name}: no such file or folder {value!r}, {_PATHS[key]} {where}")
+
+
+def _build(settings: Mapping[str, Any], ignored: tuple[str, ...], where: str) -> Config:
+    for key in ("model.name", "dataset.path"):
+        if key not in settings:
+            raise UserError(f"{key}: missing, {_PATHS[key]} {where}")
+    settings = {"output_dir": os.path.abspath(Config.output_dir)} | settings
+    config = Config(
+        **{
+            section: cls(**{k.partition(".")[2]: v for k, v in settings.items() if k.startswith(f"{section}.")})
+            for section, cls in _SECTIONS.items()
+        },
+        **{key: value for key, value in settings.items() if "." not in key},
+        ignored=ignored,
+    )
+    data = config.dataset
+    if data.eval_path is not None and data.val_size:
+        raise UserError(f"dataset.val_size: {data.val_size} contradicts dataset.eval_path, give one of them {where}")
+    scored = {"eval_strategy": config.eval.eval_strategy != "no", "eval_on_start": config.eval.eval_on_start}
+    if data.eval_path is None and not data.val_size and any(scored.values()):
+        key = max(scored, key=scored.get)
+        value = getattr(config.eval, key)
+        raise UserError(f"eval.{key}: {value!r} needs dataset.eval_path or dataset.val_size {where}")
+    return config

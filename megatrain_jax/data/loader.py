@@ -1,0 +1,213 @@
+"""A data set prepared once, then a stream of steps that can be entered anywhere."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax.config import UserError
+from megatrain_jax.data import packing, sources
+from megatrain_jax.data.chat import Sample, Tokenizer, supervise, with_chat_template
+from megatrain_jax.models.spec import Batch
+
+TRUNCATED = "truncated to max_seq_len"
+SPLIT = "split per assistant turn"
+WINDOWED = "split into windows of max_seq_len"
+TOO_LONG = "longer than max_seq_len"
+UNSUPERVISED = "no supervised tokens"
+CUT_AWAY = "no supervised tokens left by truncation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What became of a set of records.
+
+    Attributes:
+      samples, tokens, supervised_tokens: what is left, padding excluded.
+      changed: records or samples that were altered, by reason.
+      dropped: samples that were left out, by reason.
+    """
+
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    changed: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSet:
+    """Tokenised samples.
+
+    Attributes:
+      train, eval: samples, in file order; `eval` may be empty.
+      sequence_length: tokens in every row of every batch.
+      format: name of the format recognised; several are joined by ``+``.
+      train_statistics, eval_statistics: see `Statistics`. With `val_size`, changes and drops count under train.
+    """
+
+    train: tuple[Sample, ...]
+    eval: tuple[Sample, ...]
+    sequence_length: int
+    format: str
+    train_statistics: Statistics
+    eval_statistics: Statistics
+
+
+def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> DataSet:
+    """Read, render, tokenise, fit and split everything that a `DatasetConfig` names.
+
+    Args:
+      config: a `DatasetConfig`.
+      seed: of the split by `val_size`.
+      vocab_size: rows of the model's embedding.
+
+    Raises:
+      UserError: nothing to train on, a token without a row in the embedding, or malformed data.
+    """
+    if config.eval_path is not None and config.val_size:
+        raise UserError(f"dataset.val_size: {config.val_size} and dataset.eval_path are both set; keep one of them")
+    tokenizer = with_chat_template(tokenizer, config.chat_template)
+    units, form, changed, dropped = _read(config, tokenizer, vocab_size, config.path, "dataset.path")
+    if config.eval_path is not None:
+        held_out, _, *eval_counts = _read(config, tokenizer, vocab_size, config.eval_path, "dataset.eval_path")
+    else:
+        units, held_out = _split(units, config.val_size, seed)
+        eval_counts = {}, {}
+    train, held_out = tuple(itertools.chain(*units)), tuple(itertools.chain(*held_out))
+    length = packing.sequence_length(train + held_out, config.pad_to_multiple_of, config.max_seq_len)
+    return DataSet(train, held_out, length, form, _count(train, changed, dropped), _count(held_out, *eval_counts))
+
+
+class TrainLoader:
+    """An endless stream of steps over a data set: any step can be asked for, so none needs to be remembered.
+
+    Every sample comes once per epoch. The last step of an epoch may hold fewer samples; its shape is that of the others.
+    """
+
+    def __init__(self, dataset: DataSet, batch_size: int, gradient_accumulation_steps: int, seed: int, shuffle: bool):
+        self._samples, self._length = dataset.train, dataset.sequence_length
+        self._batch_size, self._micro_batches = batch_size, gradient_accumulation_steps
+        self._seed, self._shuffle = seed, shuffle
+        self._order = functools.lru_cache(maxsize=2)(self._new_order)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self._samples) // (self._batch_size * self._micro_batches))
+
+    def step(self, n: int) -> list[Batch]:
+        """The micro-batches of step `n` (from 0), each `Batch` of NumPy arrays ``[batch_size, sequence_length]``."""
+        epoch, index = divmod(n, self.steps_per_epoch)
+        size = self._batch_size
+        first = index * size * self._micro_batches
+        order = self._order(epoch)
+        rows = [order[first + k * size : first + (k + 1) * size] for k in range(self._micro_batches)]
+        return [packing.make_batch([self._samples[i] for i in part], size, self._length) for part in rows]
+
+    def steps(self, start: int, stop: int | None = None) -> Iterator[list[Batch]]:
+        """Steps `start`, ... `stop` - 1 (endless if None), two of them made ahead by a thread that ends with this."""
+        with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+            ahead: collections.deque = collections.deque()
+            for n in itertools.count(start) if stop is None else range(start, stop):
+                ahead.append(thread.submit(self.step, n))
+                if len(ahead) > 2:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _new_order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.arange(len(self._samples))
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._samples))
+
+
+def eval_batches(dataset: DataSet, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
+    """The held-out samples in order, as batches ``[batch_size, sequence_length]``; the last may hold empty rows."""
+    for first in range(0, len(dataset.eval), batch_size)[:max_batches]:
+        yield packing.make_batch(dataset.eval[first : first + batch_size], batch_size, dataset.sequence_length)
+
+
+def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str):
+    """Units (what a split may not divide: a conversation's samples, a window of text), format, changed, dropped."""
+    records = sources.read(config, path, key)
+    if key == "dataset.path":
+        records = itertools.islice(records, config.max_samples)
+    units, forms, changed, dropped = [], {}, collections.Counter(), collections.Counter()
+    for form, record in records:
+        forms[form] = None
+        samples = supervise(tokenizer, record, config.train_on, config.system_prompt)
+        highest = max((int(sample.token_ids.max(initial=-1)) for sample in samples), default=-1)
+        if highest >= vocab_size:
+            raise UserError(
+                f"model.tokenizer: vocabulary larger than the embedding: token id {highest} in {record.where}, but the "
+                f"model has {vocab_size} rows; use the model's own tokenizer"
+            )
+        changed[SPLIT] += len(samples) > 1
+        if isinstance(record, sources.Text):
+            pieces = packing.windows(samples[0], config.max_seq_len)
+            changed[WINDOWED] += len(pieces) > 1
+            units += [[piece] for piece in _supervised(pieces, UNSUPERVISED, dropped)]
+            continue
+        samples = _supervised(samples, UNSUPERVISED, dropped)
+        unit = _fit(samples, config, record.where, changed, dropped)
+        units += [unit] if unit else []
+    if not units:
+        raise UserError(_nothing(key, path, dropped, config.train_on))
+    return units, "+".join(forms), dict(+changed), dict(+dropped)
+
+
+def _fit(samples: list[Sample], config: Any, where: str, changed, dropped) -> list[Sample]:
+    limit = config.max_seq_len
+    lengths = [len(sample.token_ids) for sample in samples]
+    too_long = sum(n > limit for n in lengths)
+    if not too_long:
+        return samples
+    if config.overlong == "error":
+        raise UserError(
+            f"{where}: {max(lengths)} tokens, more than dataset.max_seq_len {limit}; raise it or set dataset.overlong"
+        )
+    if config.overlong == "drop":
+        dropped[TOO_LONG] += too_long
+        return [sample for sample, n in zip(samples, lengths) if n <= limit]
+    kept = _supervised([packing.truncate(sample, limit) for sample in samples], CUT_AWAY, dropped)
+    changed[TRUNCATED] += too_long - (len(samples) - len(kept))
+    return kept
+
+
+def _supervised(samples: list[Sample], reason: str, dropped: collections.Counter) -> list[Sample]:
+    kept = [sample for sample in samples if sample.supervised.any()]
+    dropped[reason] += len(samples) - len(kept)
+    return kept
+
+
+def _split(units: list[list[Sample]], val_size: float, seed: int):
+    if not val_size:
+        return units, []
+    count = max(1, round(val_size * len(units))) if 0 < val_size < 1 else int(val_size)
+    if not 0 < count < len(units):
+        raise UserError(f"dataset.val_size: {val_size} of {len(units)} records leaves one side empty; choose another")
+    held_out = set(np.random.default_rng(seed).permutation(len(units))[:count].tolist())
+    return [u for i, u in enumerate(units) if i not in held_out], [units[i] for i in sorted(held_out)]
+
+
+def _count(samples: tuple[Sample, ...], changed: Mapping[str, int], dropped: Mapping[str, int]) -> Statistics:
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    return Statistics(len(samples), tokens, sum(int(s.supervised.sum()) for s in samples), changed, dropped)
+
+
+def _nothing(key: str, path: Any, dropped: collections.Counter, train_on: str) -> str:
+    if not +dropped:
+        return f"{key}: no samples in '{path}'"
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in (+dropped).items())
+    found = dropped.total()
+    return (
+        f"{key}: no supervised tokens in any of the {found} samples found in '{path}' ({reasons}); "
+        f"check dataset.train_on '{train_on}', dataset.max_seq_len and the roles"
+    )

@@ -1,0 +1,381 @@
+"""Hugging Face folders in and out, one tensor at a time.
+
+Reading checks everything from the file headers before the first tensor is handed over. Writing streams each tensor
+into its shard, so neither direction ever holds a second copy of the model. Only safetensors is read: a PyTorch
+``.bin`` file is a pickle, which can run code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from megatrain_jax.config import UserError
+
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_READABLE = ("BF16", "F16", "F32")
+_WRITABLE = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_UNITS = {
+    "": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_CHUNK = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What was read.
+
+    Attributes:
+      files: the safetensors files, in the order in which they were read.
+      parameters: number of values handed over.
+      dtypes: safetensors names of the dtypes met, such as ``"BF16"``.
+      unused: tensors of the files that the model has no place for (rotary buffers and tied heads not counted).
+      head_differs: the model is tied to the embedding, but the files hold an ``lm_head.weight`` that is not it; ignored.
+    """
+
+    files: tuple[Path, ...]
+    parameters: int
+    dtypes: tuple[str, ...]
+    unused: tuple[str, ...]
+    head_differs: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies and what its header says of it."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_weights(
+    folder: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    write: Callable[[str, np.ndarray], None],
+    *,
+    tied: bool,
+) -> LoadReport:
+    """Hands every tensor of `shapes` to `write(name, array)`, once each, in the order of the files.
+
+    Args:
+      folder: a Hugging Face folder with ``model.safetensors``, or shards and their index, or any ``*.safetensors``.
+      shapes: full tensor name -> shape. Files of a base model, whose names lack the leading ``model.``, fit too.
+      write: receives an array of the dtype on file (bfloat16, float16 or float32). It must copy what it keeps.
+      tied: the head is the embedding: `shapes` has no ``lm_head.weight`` and one in the files is ignored.
+
+    Raises:
+      UserError: a file is missing, broken or cut short, a tensor is missing or has the wrong shape or dtype.
+        Nothing was written then.
+    """
+    stored = _read_headers(Path(folder))
+    found = _match(Path(folder), shapes, stored)
+    used = {place.key for place in found.values()}
+    ignored = {_HEAD} if tied else set()
+    unused = sorted(key for key in stored if key not in used | ignored and not key.endswith("rotary_emb.inv_freq"))
+    head_differs = tied and _HEAD in stored and _differ(found[_EMBEDDING], stored[_HEAD])
+    files = tuple(dict.fromkeys(place.file for place in found.values()))
+    for file in files:
+        with _open(file) as tensors:
+            for name, place in found.items():
+                if place.file == file:
+                    write(name, tensors.get_tensor(place.key))
+    return LoadReport(
+        files=files,
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        dtypes=tuple(sorted({place.dtype for place in found.values()})),
+        unused=tuple(unused),
+        head_differs=head_differs,
+    )
+
+
+def save_folder(
+    out_dir: str | Path,
+    tensors: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    *,
+    config: Mapping[str, Any],
+    source: Path | None = None,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_shard_size: str | int = "5GB",
+) -> None:
+    """Writes a folder that transformers loads: weights, config.json and the tokenizer files of `source`.
+
+    Everything is written into a sibling folder that takes the place of `out_dir` at the end, so a failure leaves what
+    was there before. Shards are filled in the order of `tensors`; a tensor larger than a shard has one of its own.
+
+    config.json is the source's, byte for byte, if it says the same as `config`. Only if its ``dtype`` (or
+    ``torch_dtype``) names another dtype than the files hold is that value changed: transformers loads weights in the
+    dtype that config.json names, and would otherwise silently round float32 weights or widen bfloat16 ones.
+
+    Args:
+      out_dir: created, or replaced if it holds nothing but a saved model.
+      tensors: Hugging Face tensor name -> shape, without the head where it is tied.
+      read: the array of a name, of any floating dtype; cast to `dtype` piece by piece.
+      max_shard_size: bytes, or such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
+
+    Raises:
+      UserError: see `check_save_folder`; a `max_shard_size` that is no size; or the disk failed while writing.
+    """
+    tag, target = _WRITABLE[dtype]
+    shards = _plan_shards(tensors, target.itemsize, parse_size(max_shard_size))
+    out_dir = Path(out_dir).resolve()
+    sizes = {name: math.prod(shape) * target.itemsize for name, shape in tensors.items()}
+    check_save_folder(out_dir, sum(sizes.values()))
+    aside = out_dir.with_name(f".{out_dir.name}.writing")
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for file, names in shards.items():
+            with open(aside / file, "wb") as stream:
+                _write_shard(stream, {name: tensors[name] for name in names}, read, tag, target)
+                stream.flush()
+                os.fsync(stream.fileno())
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            (aside / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (aside / "config.json").write_bytes(_config_bytes(config, source, dtype))
+        for file in TOKENIZER_FILES:
+            if source is not None and (source / file).is_file():
+                shutil.copyfile(source / file, aside / file)
+        _swap(aside, out_dir)
+    except OSError as error:
+        raise UserError(f"cannot save to '{out_dir}': {error}; free space there or choose another folder") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_save_folder(out_dir: str | Path, size: int = 0) -> None:
+    """Refuses, before any work is done, a folder that `save_folder` could not write `size` bytes into.
+
+    Raises:
+      UserError: not a folder, not writable, too little space, or it holds files that are not a saved model's.
+    """
+    out_dir = Path(out_dir).resolve()
+    if out_dir.exists() and not out_dir.is_dir():
+        raise UserError(f"cannot save to '{out_dir}': it is not a folder; choose another")
+    known = {"config.json", INDEX_FILE, *TOKENIZER_FILES}
+    for entry in sorted(out_dir.iterdir()) if out_dir.exists() else ():
+        if entry.name not in known and not _WEIGHT_FILE.fullmatch(entry.name):
+            raise UserError(f"cannot save to '{out_dir}': it holds '{entry.name}', which is not of a saved model")
+    parent = next(folder for folder in out_dir.parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot save to '{out_dir}': '{parent}' is not a writable folder; choose another")
+    free = shutil.disk_usage(parent).free
+    if free < size:
+        needed = f"{size / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free"
+        raise UserError(f"cannot save to '{out_dir}': {needed}; free space there or choose another folder")
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of a size such as 1000, ``"500MB"``, ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
+
+    Raises:
+      UserError: not a size, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", str(size).upper())
+    unit = (match[2] or "").removeprefix("B") if match else None
+    if unit not in _UNITS or (value := int(float(match[1]) * _UNITS[unit])) < 1:
+        raise UserError(f"checkpoint.max_shard_size: {size!r} is not a size; write such as 5GB or 5GiB")
+    return value
+
+
+def _read_headers(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of the folder's weight files, by its name on file."""
+    stored: dict[str, _Stored] = {}
+    for file in _weight_files(folder):
+        with _open(file) as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (a handle, not a mapping)
+                if key in stored:
+                    raise UserError(f"{file}: tensor '{key}' is also in '{stored[key].file.name}'; remove one of them")
+                header = tensors.get_slice(key)
+                stored[key] = _Stored(file, key, tuple(header.get_shape()), str(header.get_dtype()))
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise UserError(f"model.name: no such folder '{folder}'; give a local Hugging Face folder")
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    index = folder / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            files = [folder / name for name in names]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index}: not an index of safetensors files; get the file again") from None
+        for file in files:
+            if not file.is_file():
+                raise UserError(f"{index}: names '{file.name}', which is not there; get that file")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and any(folder.glob("*.bin")):
+        raise UserError(
+            f"'{folder}' holds only PyTorch pickles (.bin), which are not read because they can run code; "
+            "save the model again with transformers' save_pretrained"
+        )
+    if not files:
+        raise UserError(f"model.name: no *.safetensors in '{folder}'; is the download complete?")
+    return files
+
+
+def _open(file: Path) -> safe_open:
+    """Opens a file; its header is checked against its size."""
+    try:
+        return safe_open(file, framework="np")
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file}: broken or cut short ({reason}); get the file again") from None
+
+
+def _match(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
+    """name -> place of every tensor of `shapes`, checked; in the order of `shapes`."""
+    keys = {name: name for name in shapes}
+    bare = {name: name.removeprefix("model.") for name in shapes}
+    if not any(name in stored for name in shapes if name != _HEAD) and any(
+        key in stored for name, key in bare.items() if name != _HEAD
+    ):
+        keys = bare
+    missing = [name for name, key in keys.items() if key not in stored]
+    if missing == [_HEAD]:
+        raise UserError(
+            f"'{folder}': no tensor '{_HEAD}', yet config.json says that the head is not tied to the embedding; "
+            "set tie_word_embeddings: true in model.config_overrides if it is"
+        )
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"'{folder}': no tensor '{missing[0]}'{more} in its files; is the download complete?")
+    found = {name: stored[key] for name, key in keys.items()}
+    for name, place in found.items():
+        if place.shape != tuple(shapes[name]):
+            raise UserError(
+                f"{place.file}: tensor '{place.key}' has shape {list(place.shape)} where config.json "
+                f"asks for {list(shapes[name])}; do the two belong together?"
+            )
+        if place.dtype not in _READABLE:
+            raise UserError(
+                f"{place.file}: tensor '{place.key}' has dtype {place.dtype}; supported: {', '.join(_READABLE)}"
+            )
+    return found
+
+
+def _differ(embedding: _Stored, head: _Stored) -> bool:
+    """Whether the two tensors hold other values; compared in pieces of rows."""
+    if embedding.shape != head.shape or embedding.dtype != head.dtype:
+        return True
+    count, width = embedding.shape
+    rows = max(1, _CHUNK // width)
+    with _open(embedding.file) as one, _open(head.file) as other:
+        left, right = one.get_slice(embedding.key), other.get_slice(head.key)
+        pieces = [slice(at, min(at + rows, count)) for at in range(0, count, rows)]
+        return any(left[piece].tobytes() != right[piece].tobytes() for piece in pieces)
+
+
+def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:
+    """File name -> tensor names, in order; files named as transformers names them."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, shape in tensors.items():
+        size = math.prod(shape) * itemsize
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
+
+
+def _write_shard(
+    stream: BinaryIO,
+    tensors: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    tag: str,
+    dtype: np.dtype,
+) -> None:
+    """One safetensors file: length of the header (u64), header (JSON padded to 8 bytes), tensors without gaps."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for name, shape in tensors.items():
+        array = read(name)
+        if array.shape != tuple(shape):
+            raise ValueError(f"tensor '{name}' was read with shape {array.shape}, announced as {tuple(shape)}")
+        flat = array.reshape(-1)
+        for start in range(0, flat.size, _CHUNK):
+            stream.write(flat[start : start + _CHUNK].astype(dtype, copy=False).tobytes())
+
+
+def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str) -> bytes:
+    text = b""
+    written = dict(config)
+    if source is not None:
+        with suppress(FileNotFoundError):
+            text = (source / "config.json").read_bytes()
+    for key in ("dtype", "torch_dtype"):
+        if written.get(key) is not None:
+            written[key] = dtype
+    if text and json.loads(text) == written:
+        return text
+    return (json.dumps(written, indent=2) + "\n").encode()
+
+
+def _swap(new: Path, out_dir: Path) -> None:
+    """Puts `new` in the place of `out_dir`; what was there stays until the new one is whole, and returns on failure."""
+    old = out_dir.with_name(f".{out_dir.name}.replaced")
+    existed = out_dir.exists()
+    if existed:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(out_dir, old)
+    try:
+        os.rename(new, out_dir)
+    except OSError:
+        if existed:
+            os.rename(old, out_dir)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,244 @@
+"""Order, counts and splits: nothing lost, nothing twice, any step reachable."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from megatrain_jax.config import UserError
+from megatrain_jax.data import loader
+
+
+def dialogue(i):
+    return {"messages": [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": f"It is {i}."}]}
+
+
+def prepared(section, jsonl, tokenizer, rows=23, **changes):
+    config = section(jsonl(*map(dialogue, range(rows))), **changes)
+    return loader.prepare(config, tokenizer, seed=3, vocab_size=400)
+
+
+def rows_of(batches):
+    """The tokens and supervised targets of every row that is not padding."""
+    found = []
+    for batch in batches:
+        for ids, targets, weights, _, segments in zip(*batch, strict=True):
+            if segments.any():
+                found.append((tuple(ids[segments > 0]), tuple(targets[weights > 0])))
+            else:
+                assert not weights.any()
+    return found
+
+
+def samples_of(samples):
+    return [(tuple(sample.token_ids), tuple(sample.token_ids[sample.supervised])) for sample in samples]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("batch_size", "micro_batches"), [(1, 1), (4, 1), (3, 2), (5, 7), (23, 1), (2, 3)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_is_the_data_set_once(section, jsonl, tokenizer, batch_size, micro_batches, shuffle):
+    dataset = prepared(section, jsonl, tokenizer)
+    stream = loader.TrainLoader(dataset, batch_size, micro_batches, seed=3, shuffle=shuffle)
+    per_epoch = stream.steps_per_epoch
+    assert per_epoch == int(np.ceil(23 / (batch_size * micro_batches)))
+    epochs = []
+    for epoch in range(2):
+        steps = [stream.step(n) for n in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
+        assert all(len(step) == micro_batches for step in steps)
+        batches = [batch for step in steps for batch in step]
+        assert {field.shape for batch in batches for field in batch} == {(batch_size, dataset.sequence_length)}
+        epochs.append(rows_of(batches))
+        assert sorted(epochs[-1]) == sorted(samples_of(dataset.train))
+    assert (epochs[0] == epochs[1]) == (not shuffle)
+    assert (epochs[0] == samples_of(dataset.train)) == (not shuffle)
+
+
+def test_a_step_is_the_same_however_it_is_reached(section, jsonl, tokenizer):
+    dataset = prepared(section, jsonl, tokenizer)
+
+    def make(seed=3):
+        return loader.TrainLoader(dataset, 2, 2, seed=seed, shuffle=True)
+
+    through = list(make().steps(0, 20))
+    assert len(through) == 20
+    for n in (19, 0, 7, 6, 5, 12):
+        assert same(make().step(n), through[n])
+    assert all(same(a, b) for a, b in zip(make().steps(13, 20), through[13:], strict=True))
+    assert not all(same(make(4).step(n), through[n]) for n in range(20))
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+
+
+def test_steps_ahead_are_bounded_and_end_with_their_consumer(section, jsonl, tokenizer):
+    stream = loader.TrainLoader(prepared(section, jsonl, tokenizer), 2, 1, seed=3, shuffle=True)
+    made = []
+    plain = stream.step
+    stream.step = lambda n: made.append(n) or plain(n)
+    for n, _ in enumerate(stream.steps(5)):
+        assert len(made) <= n + 3
+        if n == 40:
+            break
+    assert made == list(range(5, 5 + len(made)))
+    assert not data_threads()
+    assert list(stream.steps(4, 4)) == []
+    assert not data_threads()
+
+
+def test_a_fault_in_the_thread_is_raised_where_the_steps_are_used(section, jsonl, tokenizer):
+    stream = loader.TrainLoader(prepared(section, jsonl, tokenizer), 2, 1, seed=3, shuffle=True)
+    plain = stream.step
+
+    def step(n):
+        if n == 2:
+            raise OSError("disk gone")
+        return plain(n)
+
+    stream.step = step
+    seen = []
+    with pytest.raises(OSError, match="disk gone"):
+        seen.extend(stream.steps(0, 9))
+    assert not data_threads()
+
+
+def test_evaluation_goes_through_the_held_out_samples_in_order(section, jsonl, tokenizer):
+    dataset = prepared(section, jsonl, tokenizer, val_size=7)
+    assert len(dataset.eval) == 7
+    assert rows_of(loader.eval_batches(dataset, 3)) == samples_of(dataset.eval)
+    assert rows_of(loader.eval_batches(dataset, 3, max_batches=2)) == samples_of(dataset.eval[:6])
+    assert len(list(loader.eval_batches(dataset, 3))) == 3
+
+
+@pytest.mark.parametrize(("val_size", "expected"), [(0.25, 6), (5, 5), (0.001, 1), (0, 0)])
+def test_split_is_seeded_and_divides(section, jsonl, tokenizer, val_size, expected):
+    dataset = prepared(section, jsonl, tokenizer, val_size=val_size)
+    everything = samples_of(prepared(section, jsonl, tokenizer).train)
+    assert len(dataset.eval) == expected
+    assert sorted(samples_of(dataset.train + dataset.eval)) == sorted(everything)
+    again = prepared(section, jsonl, tokenizer, val_size=val_size)
+    assert samples_of(again.eval) == samples_of(dataset.eval)
+    if val_size == 5:
+        config = section(jsonl(*map(dialogue, range(23))), val_size=5)
+        other = loader.prepare(config, tokenizer, seed=4, vocab_size=400)
+        assert samples_of(other.eval) != samples_of(dataset.eval)
+
+
+def test_turns_of_one_conversation_are_not_split_apart(section, jsonl, tokenizer, templates):
+    rows = [{"messages": 2 * dialogue(i)["messages"]} for i in range(6)]
+    config = section(jsonl(*rows), chat_template=templates.reasoning, val_size=2)
+    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    assert (len(dataset.train), len(dataset.eval)) == (8, 4)
+    assert dataset.train_statistics.changed == {loader.SPLIT: 6}
+    assert len({sample.token_ids[:12].tobytes() for sample in dataset.eval}) == 2
+
+
+def test_evaluation_data_of_its_own(section, jsonl, tokenizer):
+    held_out = jsonl(*map(dialogue, (100, 101)), name="eval.jsonl")
+    config = section(jsonl(*map(dialogue, range(9))), eval_path=str(held_out), max_samples=1)
+    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    assert (len(dataset.train), len(dataset.eval)) == (1, 2)
+    assert "100" in tokenizer.decode(dataset.eval[0].token_ids)
+    config.val_size = 2
+    with pytest.raises(UserError, match=r"dataset\.val_size: 2 and dataset\.eval_path are both set"):
+        loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    config.val_size, config.eval_path = 0, "none.jsonl"
+    with pytest.raises(UserError, match=r"dataset\.eval_path: no such file"):
+        loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+
+
+def test_statistics_count_what_the_batches_hold(section, jsonl, tokenizer):
+    dataset = prepared(section, jsonl, tokenizer, val_size=4)
+    stream = loader.TrainLoader(dataset, 4, 2, seed=0, shuffle=True)
+    batches = [batch for n in range(stream.steps_per_epoch) for batch in stream.step(n)]
+    statistics = dataset.train_statistics
+    assert statistics.samples == len(rows_of(batches)) == 19
+    assert statistics.tokens == sum(int((batch.segment_ids > 0).sum()) for batch in batches)
+    assert statistics.supervised_tokens == sum(float(batch.loss_weights.sum()) for batch in batches)
+    assert statistics.changed == statistics.dropped == {}
+    assert dataset.eval_statistics.samples == 4
+    assert dataset.format == "messages"
+
+
+def overlong_rows():
+    short, cut, gone = dialogue(1), dialogue(2), dialogue(3)
+    cut["messages"][1]["content"] = "long " * 100
+    gone["messages"][0]["content"] = "long " * 100
+    silent = {"messages": dialogue(4)["messages"][:1]}
+    return short, cut, gone, silent
+
+
+def test_overlong_samples_are_truncated_and_counted(section, jsonl, tokenizer):
+    dataset = loader.prepare(section(jsonl(*overlong_rows())), tokenizer, seed=0, vocab_size=400)
+    assert [len(sample.token_ids) for sample in dataset.train] == [len(dataset.train[0].token_ids), 64]
+    assert all(sample.supervised.any() for sample in dataset.train)
+    assert dataset.train_statistics.changed == {loader.TRUNCATED: 1}
+    assert dataset.train_statistics.dropped == {loader.CUT_AWAY: 1, loader.UNSUPERVISED: 1}
+    assert dataset.sequence_length == 64
+
+
+def test_overlong_samples_are_dropped_and_counted(section, jsonl, tokenizer):
+    config = section(jsonl(*overlong_rows()), overlong="drop")
+    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    assert len(dataset.train) == 1
+    assert dataset.train_statistics.changed == {}
+    assert dataset.train_statistics.dropped == {loader.TOO_LONG: 2, loader.UNSUPERVISED: 1}
+    assert dataset.sequence_length == -(-len(dataset.train[0].token_ids) // 8) * 8 < 64
+
+
+def test_overlong_samples_are_refused(section, jsonl, tokenizer):
+    file = jsonl(*overlong_rows())
+    with pytest.raises(UserError, match=rf"{file}:2: \d+ tokens, more than dataset\.max_seq_len 64"):
+        loader.prepare(section(file, overlong="error"), tokenizer, seed=0, vocab_size=400)
+
+
+@pytest.mark.parametrize("val_size", [0, 2])
+def test_long_text_loses_no_target(section, tokenizer, tmp_path, val_size):
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("")
+    config = section(tmp_path, max_seq_len=16, val_size=val_size)
+    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    targets = [token for _, asked in samples_of(dataset.train + dataset.eval) for token in asked]
+    assert sorted(targets) == sorted([*tokenizer.encode(text), tokenizer.eos_id][1:])
+    assert dataset.format == "text"
+    assert dataset.train_statistics.changed == {loader.WINDOWED: 1}
+    assert dataset.train_statistics.dropped == {loader.UNSUPERVISED: 1}
+
+
+def test_formats_of_several_files(section, jsonl, tokenizer):
+    folder = jsonl(dialogue(1), name="a.jsonl").parent
+    jsonl({"text": "The end."}, name="b.jsonl")
+    dataset = loader.prepare(section(folder), tokenizer, seed=0, vocab_size=400)
+    assert dataset.format == "messages+text"
+    assert len(dataset.train) == 2
+
+
+def test_data_that_nothing_can_be_learnt_from(section, jsonl, tokenizer):
+    with pytest.raises(UserError, match=r"dataset\.path: no samples in "):
+        loader.prepare(section(jsonl()), tokenizer, seed=0, vocab_size=400)
+    silent = section(jsonl(*[{"messages": dialogue(i)["messages"][:1]} for i in range(12)]))
+    with pytest.raises(UserError, match=r"dataset\.path: no supervised tokens in any of the 12 samples found"):
+        loader.prepare(silent, tokenizer, seed=0, vocab_size=400)
+    for val_size in (3, 4):
+        with pytest.raises(UserError, match=rf"dataset\.val_size: {val_size} of 3 records leaves one side empty"):
+            prepared(section, jsonl, tokenizer, rows=3, val_size=val_size)
+
+
+def test_tokens_without_a_row_in_the_embedding(section, jsonl, tokenizer):
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b c The"}]
+    bare = dataclasses.replace(tokenizer, chat_template=None)
+    highest = max(bare.encode("b c The"))
+    assert highest > 2
+    loader.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest + 1)
+    with pytest.raises(
+        UserError, match=rf"vocabulary larger than the embedding: token id {highest} in .*rows\.jsonl:2"
+    ):
+        loader.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest)

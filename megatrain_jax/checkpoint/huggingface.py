@@ -65,7 +65,7 @@ class LoadReport:
       parameters: number of values handed over.
       dtypes: safetensors names of the dtypes met, such as ``"BF16"``.
       unused: tensors of the files that the model has no place for (rotary buffers and tied heads not counted).
-      head_differs: the model is tied to the embedding, but the files hold an ``lm_head.weight`` that is not it; ignored.
+      head_differs: the model is tied, yet the files hold an ``lm_head.weight`` that is not the embedding (ignored).
     """
 
     files: tuple[Path, ...]

@@ -12,19 +12,26 @@ import typing
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from megatrain_jax.typed_yaml import Bounds, Pattern, convert, describe, dump, parse
+from megatrain_jax.typed_yaml import (
+    Bounds,
+    Count,
+    Fraction,
+    NonNegative,
+    Pattern,
+    Positive,
+    Share,
+    Size,
+    convert,
+    describe,
+    dump,
+    parse,
+)
 
 
 class UserError(ValueError):
     """Something the user brought is wrong. The message is one line: the thing, its value, what to do."""
 
 
-Count = Annotated[int, Bounds(low=1)]
-Size = Annotated[int, Bounds()]
-NonNegative = Annotated[float, Bounds()]
-Positive = Annotated[float, Bounds(low_open=True)]
-Share = Annotated[float, Bounds(high=1)]
-Fraction = Annotated[float, Bounds(high=1, high_open=True)]
 Device = Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?|all", "auto, cpu, cuda, cuda:N or all")]
 FileSize = Annotated[str, Pattern(r"([1-9]\d*)\s*([KMGT]?)(i?)B", "a whole number and a unit such as 5GB or 512MiB")]
 

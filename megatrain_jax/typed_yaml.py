@@ -40,6 +40,14 @@ class Pattern:
     meaning: str
 
 
+Count = Annotated[int, Bounds(low=1)]
+Size = Annotated[int, Bounds()]
+NonNegative = Annotated[float, Bounds()]
+Positive = Annotated[float, Bounds(low_open=True)]
+Share = Annotated[float, Bounds(high=1)]
+Fraction = Annotated[float, Bounds(high=1, high_open=True)]
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML where 1e-5 is a number and a key given twice is an error."""
 

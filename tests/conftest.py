@@ -1,1 +1,22 @@
 """What every test shares: a strict jax and small models."""
+
+import jax
+import pytest
+
+from megatrain_jax.models.spec import LayerSpec, ModelSpec, RopeSpec
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def small_spec(layers: int = 2, *, tied: bool = False, **layer) -> ModelSpec:
+    """A model small enough for any test; `layer` overrides fields of its `LayerSpec`."""
+    fields = dict(
+        hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeSpec(), norm_eps=1e-5
+    )
+    one = LayerSpec(**(fields | layer))
+    return ModelSpec("llama", 97, one.hidden_size, (one,) * layers, one.norm_eps, tied, 64)
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return small_spec()

@@ -1,0 +1,155 @@
+"""optax on the CPU backend, one tensor at a time.
+
+The learning-rate schedule and the optimizer are optax's own. A transformation that is elementwise is applied to the
+chunks of a tensor, which stay in cache; one that looks at a whole tensor gets it whole; one that looks at the whole
+model is refused, because blocks are updated at different times.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from megatrain_jax.config import OptimizerConfig, TrainingConfig, UserError
+from megatrain_jax.host.store import HostStore, HostTensor, cpu_device
+
+# optax factories whose update of an element depends on nothing but that element's own history.
+ELEMENTWISE = frozenset(
+    "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad lion nadam nadamw radam rmsprop sgd sign_sgd "
+    "yogi".split()
+)
+# optax factories that look at one tensor as a whole (its norm, its factors).
+PER_TENSOR = frozenset("adafactor fromage lamb lars novograd sm3".split())
+_DECOUPLED_DECAY = frozenset("adamaxw adamw adan lamb lion nadamw".split())
+
+
+def make_schedule(training: TrainingConfig, total_steps: int) -> optax.Schedule:
+    """Learning rate by step, counted from 0: linear warmup to the peak, then the decay of `lr_scheduler_type`.
+
+    * constant; linear to 0; cosine to 0 (arXiv 1608.03983); cosine_with_min_lr to ``min_lr_ratio`` of the peak;
+    * wsd (arXiv 2404.06395): constant, then linear over the last ``decay_ratio`` of the steps to ``min_lr_ratio``;
+    * inverse_sqrt: ``peak * sqrt(w / (w + t))`` t steps after a warmup of w (10,000 if there is none), as transformers.
+
+    Raises:
+      UserError: the warmup is longer than the run, or a schedule argument is not one of this schedule.
+    """
+    peak, kind, total = training.learning_rate, training.lr_scheduler_type, max(total_steps, 1)
+    warmup = training.warmup_steps
+    warmup = round(warmup * total) if 0 < warmup < 1 else int(warmup)
+    if warmup > total:
+        raise UserError(f"training.warmup_steps: {warmup} is more than the {total} steps of the run")
+    known = {"cosine_with_min_lr": {"min_lr_ratio"}, "wsd": {"min_lr_ratio", "decay_ratio"}}.get(kind, set())
+    if unknown := set(training.lr_scheduler_kwargs) - known:
+        accepted = ", ".join(sorted(known)) or "none"
+        raise UserError(f"training.lr_scheduler_kwargs: {kind} takes {accepted}, not {', '.join(sorted(unknown))}")
+    floor = training.lr_scheduler_kwargs.get("min_lr_ratio", 0.1 if kind == "cosine_with_min_lr" else 0.0)
+    rest = max(total - warmup, 1)
+    if kind == "constant":
+        decay = optax.constant_schedule(peak)
+    elif kind == "linear":
+        decay = optax.linear_schedule(peak, 0.0, rest)
+    elif kind in ("cosine", "cosine_with_min_lr"):
+        decay = optax.cosine_decay_schedule(peak, rest, alpha=floor)
+    elif kind == "wsd":
+        length = max(1, round(training.lr_scheduler_kwargs.get("decay_ratio", 0.1) * total))
+        decay = optax.linear_schedule(peak, floor * peak, length, transition_begin=max(rest - length, 0))
+    else:
+        timescale = warmup or 10_000
+        decay = lambda t: peak * jnp.sqrt(timescale / (timescale + t))  # noqa: E731
+    if not warmup:
+        return decay
+    # As in transformers the first step has a rate of 0; here it starts at one part, so that no step is wasted.
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), decay], [warmup])
+
+
+def needs_whole_tensors(optimizer: OptimizerConfig) -> bool:
+    """Whether the optimizer reads a tensor in one piece. Raises UserError for one that cannot be used here."""
+    name = optimizer.type
+    if name in ELEMENTWISE or name in PER_TENSOR:
+        return name in PER_TENSOR
+    if hasattr(optax, name) or hasattr(optax.contrib, name):
+        raise UserError(
+            f"optimizer.type: {name!r} is not known to update each tensor by itself, and blocks are updated at different "
+            f"times; use one of {', '.join(sorted(ELEMENTWISE | PER_TENSOR))}"
+        )
+    raise UserError(f"optimizer.type: optax has no {name!r}; use one of {', '.join(sorted(ELEMENTWISE | PER_TENSOR))}")
+
+
+def make_transformation(
+    optimizer: OptimizerConfig, weight_decay: float | None, schedule: optax.Schedule, *, decay: bool
+) -> optax.GradientTransformation:
+    """The optax transformation of one tensor; `decay` is False for tensors that take no weight decay.
+
+    Weight decay is decoupled (arXiv 1711.05101) where the optax factory has it and is otherwise added to the gradient.
+    """
+    name = optimizer.type
+    needs_whole_tensors(optimizer)
+    factory = getattr(optax, name)
+    accepted = inspect.signature(factory).parameters
+    settings: Mapping[str, float | None] = {
+        "b1": optimizer.beta1,
+        "b2": optimizer.beta2,
+        "eps": optimizer.eps if "adam" in name else None,
+        "momentum": optimizer.momentum if name == "sgd" else None,
+    }
+    settings = {key: value for key, value in settings.items() if value is not None and key in accepted}
+    default = 0.01 if name in ("adamw", "lion") else 0.0
+    strength = (default if weight_decay is None else weight_decay) if decay else 0.0
+    if name in _DECOUPLED_DECAY:
+        return factory(schedule, weight_decay=strength, **settings)
+    return optax.chain(optax.add_decayed_weights(strength), factory(schedule, **settings))
+
+
+@functools.lru_cache(maxsize=None)
+def _make_step(tx: optax.GradientTransformation):
+    def step(params, state, grads, scale):
+        grads = [g.astype(jnp.float32) * scale for g in grads]
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+class HostOptimizer:
+    """The optimizer of every trainable tensor of a store; its state lives in the store.
+
+    Args:
+      store: where the tensors are; `HostTensor.init_state` is called on each trainable one.
+      optimizer, training: the configuration.
+      total_steps: length of the schedule, in steps.
+    """
+
+    def __init__(self, store: HostStore, optimizer: OptimizerConfig, training: TrainingConfig, total_steps: int):
+        self.schedule = make_schedule(training, total_steps)
+        decayed, plain = (
+            make_transformation(optimizer, training.weight_decay, self.schedule, decay=decay) for decay in (True, False)
+        )
+        self._no_decay = tuple(optimizer.no_decay)
+        self._decayed, self._plain = decayed, plain
+        for tensor in store.tensors.values():
+            if tensor.trainable:
+                with jax.default_device(cpu_device()):
+                    tensor.init_state(jax.jit(self._transformation(tensor).init))
+
+    def _transformation(self, tensor: HostTensor) -> optax.GradientTransformation:
+        undecayed = any(part in tensor.name for part in self._no_decay)
+        return self._plain if undecayed else self._decayed
+
+    def update(self, tensor: HostTensor, grads: list[np.ndarray], scale: float) -> None:
+        """Applies one step to a tensor in place; `grads` as in `HostTensor.apply`, multiplied by `scale` first."""
+        tensor.apply(_make_step(self._transformation(tensor)), grads, np.float32(scale))
+
+    def learning_rate(self, applied_steps: int) -> float:
+        """Learning rate of the step that follows `applied_steps` applied ones."""
+        return float(self.schedule(applied_steps))
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """``min(1, max_norm / norm)``, as `optax.clip_by_global_norm`; 1 where `max_norm` is 0, which turns clipping off."""
+    return 1.0 if not max_norm or norm <= max_norm else max_norm / norm

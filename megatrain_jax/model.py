@@ -1,0 +1,238 @@
+"""Model: a spec and its store, with load, save, logits, loss_and_grads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatrain_jax.checkpoint import huggingface
+from megatrain_jax.config import MemoryConfig, UserError
+from megatrain_jax.host.store import HostStore, HostTensor
+from megatrain_jax.models.attention import AttentionOptions
+from megatrain_jax.models.blocks import tensor_shapes
+from megatrain_jax.models.families import read_config, spec_from_config
+from megatrain_jax.models.spec import Batch, ModelSpec
+from megatrain_jax.stream.pipeline import Pipeline
+from megatrain_jax.stream.templates import Execution
+from megatrain_jax.stream.transfer import HostGradients, Mesh, make_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A language model in host memory, and the devices that it streams through.
+
+    Attributes:
+      spec: the architecture.
+      store: the weights, in host memory.
+      run: what every template shares: mesh, dtype, attention.
+      config: the parsed Hugging Face config.json.
+      source: folder with the config.json and the tokenizer.
+    """
+
+    spec: ModelSpec
+    store: HostStore
+    run: Execution
+    config: Mapping[str, Any]
+    source: Path
+
+    def logits(self, token_ids: np.ndarray) -> np.ndarray:
+        """Logits of the next token at every position, streamed block by block.
+
+        Args:
+          token_ids: integers ``[batch, seq]``, without padding.
+
+        Returns:
+          float32 ``[batch, seq, vocab]``, a copy.
+        """
+        batch = unpadded_batch(token_ids)
+        self.check(batch)
+        return self.run.mesh.gather(Pipeline(self.store, self.run).logits(batch))[: len(token_ids)]
+
+    def loss_and_grads(self, *micro_batches: Batch) -> tuple[float, dict[str, np.ndarray]]:
+        """Mean next-token loss over the weighted targets, and its gradient with respect to every trainable tensor.
+
+        Args:
+          micro_batches: one or more batches of equal shape; together they are one batch.
+
+        Returns:
+          The loss, and float32 gradients by Hugging Face name, in the shape of the tensor. Copies.
+        """
+        for batch in micro_batches:
+            self.check(batch)
+        grads: dict[str, np.ndarray] = {}
+
+        def sink(block: int, landing: HostGradients, _) -> None:
+            for path, tensor in self.store.owned(block).items():
+                flat = self.run.mesh.gather(landing.arrays[path]).astype(np.float32).reshape(-1)
+                grads[tensor.name] = flat[: tensor.size].reshape(tensor.shape)
+
+        loss, _ = Pipeline(self.store, self.run).gradients(micro_batches, sink)
+        return self.run.mesh.scalar(loss), grads
+
+    def check(self, batch: Batch) -> None:
+        """Raises ValueError if a batch does not fit the model."""
+        shape = np.shape(batch.token_ids)
+        if len(shape) != 2 or any(np.shape(field) != shape for field in batch):
+            raise ValueError(f"every field of a batch must be [batch, seq], got {[np.shape(f) for f in batch]}")
+        if shape[1] > self.spec.max_position_embeddings:
+            raise ValueError(
+                f"{shape[1]} tokens are more than the model's {self.spec.max_position_embeddings} positions"
+            )
+        for name in ("token_ids", "targets"):
+            ids = np.asarray(getattr(batch, name))
+            if ids.size and not 0 <= ids.min() <= ids.max() < self.spec.vocab_size:
+                raise ValueError(f"{name} must be in [0, {self.spec.vocab_size}), got {ids.min()} to {ids.max()}")
+
+
+def unpadded_batch(token_ids: np.ndarray) -> Batch:
+    """A batch of whole sequences; every token but the last of each row predicts the next one.
+
+    Args:
+      token_ids: integers ``[batch, seq]``.
+    """
+    ids = np.asarray(token_ids, np.int32)
+    if ids.ndim != 2:
+        raise ValueError(f"token_ids must be [batch, seq], got {ids.shape}")
+    weights = np.ones(ids.shape, np.float32)
+    weights[:, -1:] = 0
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    return Batch(ids, np.roll(ids, -1, axis=1), weights, positions, np.ones_like(ids))
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    init: str = "pretrained",
+    seed: int = 0,
+    config_overrides: Mapping[str, Any] = {},
+    attention: str = "auto",
+    freeze: Sequence[str] = (),
+    whole_tensors: bool = False,
+    memory: MemoryConfig = MemoryConfig(),
+    mesh: Mesh | None = None,
+) -> Model:
+    """Reads a Hugging Face folder into host memory, tensor by tensor.
+
+    Args:
+      path: folder with config.json and, unless `init` is "random", safetensors.
+      dtype: "bfloat16" or "float32": what computes and crosses the link. The master weights are float32.
+      device: "auto", "cpu", "cuda", "cuda:N" or "all".
+      init: "pretrained", or "random" to draw weights by the config's initializer_range.
+      seed: of the random weights.
+      config_overrides: replaces entries of config.json.
+      attention: "auto", "cudnn" or "xla".
+      freeze: regular expressions searched for in tensor names; what matches is not trained.
+      whole_tensors: keep tensors in one piece, for optimizers that are not elementwise.
+      memory: `pin_memory` and `loss_tile`.
+      mesh: the devices, instead of `device`.
+
+    Raises:
+      UserError: the folder, the architecture or a tensor is not usable; nothing was allocated for the model.
+    """
+    config = read_config(path, config_overrides)
+    spec = spec_from_config(config)
+    mesh = mesh or make_mesh(device)
+    shapes = [tensor_shapes(block) for block in spec.blocks]
+    if whole_tensors and mesh.size > 1:
+        raise UserError(
+            "optimizer.type: this one needs whole tensors, which are split over several devices; use one device"
+        )
+
+    @functools.cache
+    def make_store() -> HostStore:
+        return HostStore(
+            spec,
+            shapes,
+            wire_dtype=dtype,
+            rows=mesh.rows,
+            trainable=_trainable(freeze),
+            lock_pages=mesh.has_own_memory and memory.pin_memory,
+            whole_tensors=whole_tensors,
+        )
+
+    run = Execution(mesh, np.dtype(dtype), AttentionOptions(_kernel(attention, spec, mesh, dtype)), memory.loss_tile)
+    if init == "random":
+        store = make_store()
+        initialise(store, seed)
+        return Model(spec, store, run, config, Path(path))
+    names = {spec.tensor_name(i, p): shape for i, block in enumerate(shapes) for p, shape in block.items()}
+    # Everything is checked before the first tensor is handed over, and nothing is allocated before that.
+    huggingface.load_weights(
+        path, names, lambda name, array: make_store().tensors[name].assign(array), tied=spec.tie_word_embeddings
+    )
+    return Model(spec, make_store(), run, config, Path(path))
+
+
+def save(model: Model, out_dir: str | Path, *, dtype: str = "bfloat16", max_shard_size: str | int = "5GB") -> None:
+    """Writes a Hugging Face folder that transformers loads, tensor by tensor.
+
+    Args:
+      model: what to write.
+      out_dir: the folder; one written before is replaced when the new one is whole.
+      dtype: "bfloat16" or "float32", of the weights in the files.
+      max_shard_size: largest file, such as "5GB" or a number of bytes.
+
+    Raises:
+      UserError: the folder cannot be written.
+    """
+    tensors = model.store.tensors
+    huggingface.save_folder(
+        out_dir,
+        {name: tensor.shape for name, tensor in tensors.items()},
+        lambda name: tensors[name].read(),
+        config=model.config,
+        source=model.source,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+    )
+
+
+def initialise(store: HostStore, seed: int) -> None:
+    """Draws every matrix from ``normal(0, initializer_range)``; norms are 1 and biases 0. Reproducible by `seed`."""
+
+    def draw(number: int, tensor: HostTensor) -> None:
+        if len(tensor.shape) == 1:
+            tensor.assign(np.full(tensor.shape, 0 if tensor.name.endswith("bias") else 1, np.float32))
+            return
+        values = np.random.default_rng([seed, number]).standard_normal(tensor.shape, np.float32)
+        values *= np.float32(store.spec.initializer_range)
+        tensor.assign(values)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(draw, *zip(*enumerate(store.tensors.values()), strict=True)))
+
+
+def _trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
+    try:
+        patterns = [re.compile(pattern) for pattern in freeze]
+    except re.error as error:
+        raise UserError(f"model.freeze: {error.pattern!r} is not a regular expression: {error}") from None
+    return lambda name: not any(pattern.search(name) for pattern in patterns)
+
+
+def _kernel(attention: str, spec: ModelSpec, mesh: Mesh, dtype: str) -> str:
+    """The attention kernel of a `model.attn_implementation` setting; cuDNN's where its conditions are met."""
+    refused = [
+        why
+        for why, holds in (
+            ("needs a GPU", mesh.platform == "cpu"),
+            ("computes in bfloat16 only", dtype != "bfloat16"),
+            (
+                "takes head sizes up to 128 that are multiples of 8",
+                any(s.head_dim > 128 or s.head_dim % 8 for s in spec.layers),
+            ),
+        )
+        if holds
+    ]
+    if attention == "cudnn" and refused:
+        raise UserError(f"model.attn_implementation: cudnn {refused[0]}; use auto or xla")
+    return "xla" if attention == "xla" or refused else "cudnn"

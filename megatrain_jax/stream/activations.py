@@ -1,0 +1,39 @@
+"""Where block inputs wait for the backward pass: on the device, or in host memory when they do not fit there."""
+
+from __future__ import annotations
+
+import jax
+
+from megatrain_jax.stream.transfer import Mesh
+
+
+class Activations:
+    """Inputs of blocks by (block, micro-batch); each is put once, optionally prefetched, and taken once.
+
+    Args:
+      mesh: moves them.
+      offload: keep them in pinned host memory between `put` and `prefetch`.
+    """
+
+    def __init__(self, mesh: Mesh, *, offload: bool):
+        self._mesh, self._offload = mesh, offload
+        self._kept: dict[tuple[int, int], jax.Array] = {}
+        self._coming: dict[tuple[int, int], jax.Array] = {}
+
+    def put(self, block: int, micro_batch: int, x: jax.Array) -> None:
+        self._kept[block, micro_batch] = self._mesh.to_host(x) if self._offload else x
+
+    def prefetch(self, block: int, micro_batch: int) -> None:
+        """Starts the copy back; nothing happens if there is no such input."""
+        x = self._kept.pop((block, micro_batch), None)
+        if x is not None:
+            self._coming[block, micro_batch] = self._mesh.to_device(x) if self._offload else x
+
+    def take(self, block: int, micro_batch: int) -> jax.Array:
+        """The input, on the device; it is forgotten here."""
+        if (block, micro_batch) not in self._coming:
+            self.prefetch(block, micro_batch)
+        return self._coming.pop((block, micro_batch))
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._coming)

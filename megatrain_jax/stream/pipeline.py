@@ -1,0 +1,322 @@
+"""The double-buffered schedule of one step.
+
+    embed -> layer 0 .. L-1 -> head and loss -> layer L-1 .. 0 -> embed
+
+Weights of the next block are on their way before the compute of this one is dispatched, gradients leave while the block
+before computes, and a block's update runs in the optimizer's thread while others stream. The order of dispatch is the
+whole design: see "rules of the stream" in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from megatrain_jax.host.optimizer import clip_scale
+from megatrain_jax.host.store import HostStore
+from megatrain_jax.models.spec import Batch
+from megatrain_jax.stream import templates
+from megatrain_jax.stream.activations import Activations
+from megatrain_jax.stream.events import Recorder
+from megatrain_jax.stream.templates import Execution
+from megatrain_jax.stream.transfer import HostGradients
+from megatrain_jax.stream.updater import HostSums, Updater
+
+RUN_AHEAD = 2  # calls in flight; more would only take device memory, which is claimed at dispatch
+
+
+class Settings(NamedTuple):
+    """How steps are run.
+
+    Attributes:
+      group_size: micro-batches that go through a block together; None is all of them.
+      offload_activations: block inputs wait in host memory.
+      max_grad_norm: global norm that gradients are scaled down to; 0 is off.
+      skip_nonfinite: a step whose gradient or loss is not finite changes nothing.
+    """
+
+    group_size: int | None = None
+    offload_activations: bool = False
+    max_grad_norm: float = 0.0
+    skip_nonfinite: bool = True
+
+
+class StepOutcome(NamedTuple):
+    """What a step computed.
+
+    Attributes:
+      loss: mean over the weighted targets of all micro-batches.
+      grad_norm: global norm of the gradients before clipping.
+      applied: False if the step was skipped.
+      seconds: wall time of "forward", "backward", and of "optimizer_wait", the part of the two in which the dispatching
+        thread waited for an update.
+    """
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    seconds: dict[str, float]
+
+
+# Called with a block and its gradients, once for each group of micro-batches; the scalar is the running squared norm.
+Sink = Callable[[int, HostGradients, jax.Array], None]
+
+
+class _RunAhead:
+    """Keeps the dispatching thread at most `RUN_AHEAD` calls ahead of the device."""
+
+    def __init__(self):
+        self._markers: collections.deque = collections.deque()
+
+    def admit(self) -> None:
+        """Call before a dispatch."""
+        while len(self._markers) >= RUN_AHEAD:
+            jax.block_until_ready(self._markers.popleft())
+
+    def dispatched(self, marker: jax.Array) -> None:
+        self._markers.append(marker)
+
+
+class _WeightStream:
+    """Weights of blocks in a given order, each on its way one block before it is taken."""
+
+    def __init__(self, order: Iterable[int], put: Callable[[int], dict]):
+        self._order, self._put = iter(order), put
+        self._coming = self._start()
+
+    def _start(self) -> dict | None:
+        block = next(self._order, None)
+        return None if block is None else self._put(block)
+
+    def take(self) -> dict:
+        """Weights of this block; starts the copy of the next one's, so call it before dispatching any compute."""
+        weights = self._coming
+        self._coming = self._start()
+        return weights
+
+
+def has_plain_rows(batch: Batch) -> bool:
+    """Whether every row is one sample with any padding behind it, so that causality alone confines attention."""
+    ids = np.asarray(batch.segment_ids)
+    return bool(((ids == 0) | (ids == 1)).all() and (np.diff(ids, axis=1) <= 0).all())
+
+
+class Pipeline:
+    """Streams a store's blocks through a mesh.
+
+    Args:
+      store: the weights.
+      run: what all templates share. Whether attention looks at segments is decided for each call from the batch.
+      settings: see `Settings`.
+      record: receives the events.
+      updater: applies the gradients; None if only losses, logits and gradients are wanted.
+    """
+
+    def __init__(
+        self,
+        store: HostStore,
+        run: Execution,
+        settings: Settings = Settings(),
+        record: Recorder | None = None,
+        updater: Updater | None = None,
+    ):
+        self.store, self.run, self.settings = store, run, settings
+        self._record = record or Recorder()
+        self._updater = updater
+        self._blocks = store.spec.blocks
+        self._head = len(self._blocks) - 1
+        trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
+        self._lowest = min(trainable, default=self._head)
+        self._waited = 0.0
+
+    # ------------------------------------------------------------------ forward only
+
+    def logits(self, batch: Batch) -> jax.Array:
+        """Logits of a batch of NumPy arrays, float32 ``[batch, seq, vocab]`` on the devices (rows may be padded)."""
+        run, ahead = self._run_for([batch]), _RunAhead()
+        weights = self._stream(range(self._head + 1))
+        (x,) = self._forward(run, ahead, weights, [run.mesh.put_batch(batch)], None)
+        return templates.head_logits(self._blocks[self._head], run)(weights.take(), x)
+
+    def losses(self, batches: Sequence[Batch]) -> float:
+        """Weighted sum of the next-token losses of some batches of equal shape, which go through a block together."""
+        run, ahead = self._run_for(batches), _RunAhead()
+        weights = self._stream(range(self._head + 1))
+        placed = [run.mesh.put_batch(batch) for batch in batches]
+        xs = self._forward(run, ahead, weights, placed, None)
+        head, w = templates.head_forward(self._blocks[self._head], run), weights.take()
+        sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
+        return math.fsum(run.mesh.scalar(s) for s in sums)
+
+    # ------------------------------------------------------------------ gradients
+
+    def gradients(self, micro_batches: Sequence[Batch], sink: Sink) -> tuple[jax.Array, jax.Array]:
+        """Mean loss over all micro-batches and the squared norm of its gradients, as device scalars.
+
+        The gradients themselves go to `sink`, block by block from the head down, on their way to host memory. The squared
+        norm is that of the whole gradient if there is one group of micro-batches.
+        """
+        total = math.fsum(float(np.sum(b.loss_weights, dtype=np.float64)) for b in micro_batches)
+        scale = np.float32(1 / total if total else 0.0)
+        size = self.settings.group_size or len(micro_batches)
+        groups = [micro_batches[i : i + size] for i in range(0, len(micro_batches), size)]
+        there = range(self._head + 1)
+        back = range(self._head - 1, max(self._lowest, 1) - 1, -1)
+        weights = self._stream([i for _ in groups for i in (*there, *back)])
+        run, ahead = self._run_for(micro_batches), _RunAhead()
+        losses, sumsq = [], np.float32(0)
+        for group in groups:
+            placed = [run.mesh.put_batch(batch) for batch in group]
+            kept = Activations(run.mesh, offload=self.settings.offload_activations)
+            xs = self._forward(run, ahead, weights, placed, kept)
+            loss, dxs, tied, sumsq = self._backward_head(run, ahead, weights, placed, xs, sumsq, scale, sink)
+            losses += loss
+            del xs
+            for block in back:
+                sumsq = self._backward_layer(run, ahead, weights, placed, kept, block, dxs, sumsq, sink)
+            if self._lowest == 0:
+                sumsq = self._backward_embedding(run, ahead, placed, dxs, tied, sumsq, sink)
+        return sum(losses[1:], losses[0]), sumsq
+
+    def train_step(self, micro_batches: Sequence[Batch]) -> StepOutcome:
+        """One optimizer step on some micro-batches of equal shape, each a `Batch` of NumPy arrays.
+
+        Returns when loss and norm are known; updates may still be running, and the next step waits for each block's own.
+
+        Raises:
+          NonFiniteError: the gradient is not finite and neither clipping nor skipping holds the updates back.
+        """
+        settings, mesh = self.settings, self.run.mesh
+        grouped = settings.group_size is not None and len(micro_batches) > settings.group_size
+        hold = bool(settings.max_grad_norm) or settings.skip_nonfinite or grouped
+        held: dict[int, HostGradients | HostSums] = {}
+
+        def sink(block: int, grads: HostGradients, sumsq: jax.Array) -> None:
+            if not hold:
+                self._updater.submit(block, grads, 1.0, must_be_finite=sumsq)
+            elif not grouped:
+                held[block] = grads
+            elif block in held:
+                held[block].add(grads)
+            else:
+                held[block] = HostSums(grads, self.store.owned(block))
+
+        start, self._waited = time.perf_counter(), 0.0
+        loss, sumsq = self.gradients(micro_batches, sink)
+        forward_end = self._record.time_of(loss)
+        loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
+        if grouped:
+            sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
+        norm = math.sqrt(sumsq) if sumsq >= 0 else math.nan
+        applied = True
+        if hold:
+            finite = math.isfinite(norm) and math.isfinite(loss)
+            applied = finite or not settings.skip_nonfinite
+            scale = clip_scale(norm, settings.max_grad_norm)
+            for block in sorted(held) if applied else ():
+                self._updater.submit(block, held[block], scale)
+        end, forward_end = time.perf_counter(), forward_end.result()
+        seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
+        return StepOutcome(loss, norm, applied, seconds)
+
+    # ------------------------------------------------------------------ one block
+
+    def _stream(self, order: Iterable[int]) -> _WeightStream:
+        return _WeightStream(order, self._put)
+
+    def _put(self, block: int) -> dict[str, jax.Array]:
+        """Starts the copy of a block's weights, once its update is done."""
+        owners = self.store.owners(block)
+        if self._updater is not None and self._updater.is_pending(owners):
+            self._record("wait", block)
+            start = time.perf_counter()
+            self._updater.wait(owners)
+            self._waited += time.perf_counter() - start
+            self._record("waited", block)
+        weights = self.run.mesh.put_weights(self.store.blocks[block])
+        self._record.watch("h2d", block, None, weights)
+        return weights
+
+    def _run_for(self, batches: Sequence[Batch]) -> Execution:
+        plain = all(has_plain_rows(batch) for batch in batches)
+        return dataclasses.replace(self.run, attention=dataclasses.replace(self.run.attention, segments=not plain))
+
+    def _trainable(self, block: int) -> frozenset[str]:
+        return frozenset(path for path, tensor in self.store.blocks[block].items() if tensor.trainable)
+
+    def _forward(self, run, ahead, weights, placed: Sequence[Batch], kept: Activations | None) -> list[jax.Array]:
+        """Embedding and layers; the head's inputs, one per micro-batch. Inputs that backward needs go to `kept`."""
+        embed, w = templates.embedding_forward(self._blocks[0], run), weights.take()
+        xs = []
+        for m, batch in enumerate(placed):
+            ahead.admit()
+            xs.append(embed(w, batch.token_ids))
+            ahead.dispatched(xs[m])
+            self._record.watch("forward", 0, m, xs[m])
+        for block in range(1, self._head):
+            layer, w = templates.layer_forward(self._blocks[block], run), weights.take()
+            for m, batch in enumerate(placed):
+                ahead.admit()
+                if kept is not None and block >= self._lowest:
+                    kept.put(block, m, xs[m])
+                xs[m], _ = layer(w, xs[m], batch.context)
+                ahead.dispatched(xs[m])
+                self._record.watch("forward", block, m, xs[m])
+        return xs
+
+    def _backward_head(self, run, ahead, weights, placed, xs, sumsq, scale, sink: Sink):
+        """Losses, gradients of the head's inputs, a tied projection's gradient, and the running squared norm."""
+        block, owned = self._head, frozenset(self.store.owned(self._head))
+        w, acc, losses, dxs = weights.take(), None, [], []
+        for m, batch in enumerate(placed):
+            last = m == len(placed) - 1
+            template = templates.head_backward(self._blocks[block], run, self._trainable(block), owned, last)
+            ahead.admit()
+            loss, dx, acc, tied, sumsq = template(w, xs[m], batch.targets, batch.loss_weights, scale, acc, sumsq)
+            ahead.dispatched(loss)
+            self._record.watch("loss", block, m, loss)
+            losses.append(loss)
+            dxs.append(dx)
+        self._emit(block, acc, sumsq, sink)
+        return losses, dxs, tied, sumsq
+
+    def _backward_layer(self, run, ahead, weights, placed, kept: Activations, block, dxs, sumsq, sink: Sink):
+        """Replaces `dxs` by the gradients of the layer's inputs; the running squared norm."""
+        w, acc = weights.take(), None
+        for m, batch in enumerate(placed):
+            last = m == len(placed) - 1
+            template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
+            ahead.admit()
+            x = kept.take(block, m)
+            kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
+            dxs[m], acc, sumsq, marker = template(w, x, (dxs[m], ()), batch.context, acc, sumsq)
+            ahead.dispatched(marker)
+            self._record.watch("backward", block, m, marker)
+            del x
+        self._emit(block, acc, sumsq, sink)
+        return sumsq
+
+    def _backward_embedding(self, run, ahead, placed, dxs, tied: dict[str, jax.Array], sumsq, sink: Sink):
+        acc = {"weight": tied["lm_head.weight"]} if tied else None
+        for m, batch in enumerate(placed):
+            template = templates.embedding_backward(self._blocks[0], run, m == len(placed) - 1)
+            ahead.admit()
+            acc, sumsq, marker = template(batch.token_ids, dxs[m], acc, sumsq)
+            ahead.dispatched(marker)
+            self._record.watch("backward", 0, m, marker)
+        self._emit(0, acc, sumsq, sink)
+        return sumsq
+
+    def _emit(self, block: int, grads: dict[str, jax.Array], sumsq: jax.Array, sink: Sink) -> None:
+        """Sends a block's gradients on their way; a block without trainable tensors has none."""
+        if grads:
+            landing = self.run.mesh.gradients_to_host(grads)
+            self._record.watch("d2h", block, None, landing.arrays)
+            sink(block, landing, sumsq)

@@ -1,0 +1,227 @@
+"""Jitted forward and backward of each kind of block, compiled once per distinct structure and shape.
+
+A template holds no weights: they are an argument. Weights come in as they crossed the link and gradients go out as they
+will cross it: on one device in their logical shape, on n devices as rows ``[n, row_length]`` (see `transfer`); XLA turns
+the change of sharding into an all-gather and a reduce-scatter.
+
+Gradients of several micro-batches are summed in float32 on the device. `acc` is that sum so far, None before the
+first; with `last` the sum is rounded to the wire's dtype and its squared norm is added to `sumsq`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megatrain_jax.models.attention import AttentionOptions
+from megatrain_jax.models.blocks import DecoderLayer, Embedding, Head, Weights, bind, tensor_shapes
+from megatrain_jax.models.losses import head_loss, head_loss_and_grads
+from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
+from megatrain_jax.stream.transfer import AXIS, Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """What every template of a run shares; part of the key under which they are compiled.
+
+    Attributes:
+      mesh: where they run.
+      dtype: of the matmuls and of what crosses the link.
+      attention: how attention is computed.
+      loss_tile: tokens whose logits exist at once.
+    """
+
+    mesh: Mesh
+    dtype: np.dtype
+    attention: AttentionOptions
+    loss_tile: int
+
+    def unpack(self, weights: Weights, block: BlockSpec) -> dict[str, jax.Array]:
+        """Weights as they crossed the link, in their logical shapes on every device."""
+        if self.mesh.size == 1:
+            return dict(weights)
+        shapes, everywhere = tensor_shapes(block), self.mesh.sharding()
+        return {
+            path: jax.lax.with_sharding_constraint(rows, everywhere)
+            .reshape(-1)[: math.prod(shapes[path])]
+            .reshape(shapes[path])
+            for path, rows in weights.items()
+        }
+
+    def pack(self, grad: jax.Array) -> jax.Array:
+        """The inverse of `unpack` for one gradient."""
+        if self.mesh.size == 1:
+            return grad
+        flat = jnp.pad(grad.reshape(-1), (0, -grad.size % self.mesh.size))
+        return jax.lax.with_sharding_constraint(flat.reshape(self.mesh.size, -1), self.mesh.sharding(AXIS))
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Keeps the rows of a batch on the devices that they belong to."""
+        return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.mesh.sharding(AXIS))
+
+    def accumulate(self, acc: Weights | None, grads: Weights, *, last: bool) -> dict[str, jax.Array]:
+        """Packed gradients of this micro-batch added to `acc`, in float32 unless this is the only one."""
+        acc = acc or {}
+        packed = {path: self.pack(grad) for path, grad in grads.items()}
+        for path in packed:
+            if path in acc:
+                packed[path] = acc[path] + packed[path].astype(jnp.float32)
+            elif not last:
+                packed[path] = packed[path].astype(jnp.float32)
+        return packed
+
+    def close(self, sums: Weights, sumsq: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Sums rounded to the wire's dtype, and `sumsq` with the squared norm of exactly those values added."""
+        wire = {path: value.astype(self.dtype) for path, value in sums.items()}
+        return wire, sumsq + sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in wire.values())
+
+
+def _split(weights: Weights, trainable: frozenset[str]) -> tuple[dict, dict]:
+    return (
+        {path: w for path, w in weights.items() if path in trainable},
+        {path: w for path, w in weights.items() if path not in trainable},
+    )
+
+
+def _marker(x: jax.Array) -> jax.Array:
+    """A scalar of a call's result that nobody donates: waiting for it is waiting for the call."""
+    return x[(0,) * x.ndim].astype(jnp.float32)
+
+
+@functools.lru_cache(maxsize=None)
+def embedding_forward(block: EmbeddingSpec, run: Execution):
+    """``(weights, token_ids [B, S]) -> hidden states [B, S, D]``."""
+
+    def forward(weights, token_ids):
+        return run.split_rows(Embedding(block).apply(bind(run.unpack(weights, block)), token_ids))
+
+    return jax.jit(forward)
+
+
+@functools.lru_cache(maxsize=None)
+def embedding_backward(block: EmbeddingSpec, run: Execution, last: bool):
+    """``(token_ids, dx, acc, sumsq) -> (gradients, sumsq, marker)``; needs no weights.
+
+    A tied head's gradient comes in as `acc`, so that the sum leaves once and enters the norm once.
+    """
+
+    def backward(token_ids, dx, acc, sumsq):
+        table = jnp.zeros((block.vocab_size, block.hidden_size), jnp.float32)
+        grad = table.at[token_ids.reshape(-1)].add(dx.reshape(-1, block.hidden_size).astype(jnp.float32))
+        sums = run.accumulate(acc, {"weight": grad}, last=last)
+        if last:
+            sums, sumsq = run.close(sums, sumsq)
+        return sums, sumsq, _marker(sums["weight"])
+
+    return jax.jit(backward, donate_argnames="acc" if not last else None)
+
+
+@functools.lru_cache(maxsize=None)
+def layer_forward(block: LayerSpec, run: Execution):
+    """``(weights, x [B, S, D], context) -> (y, stats)``."""
+
+    def forward(weights, x, context):
+        y, stats = DecoderLayer(block, run.attention).apply(bind(run.unpack(weights, block)), x, context)
+        return run.split_rows(y), stats
+
+    return jax.jit(forward)
+
+
+@functools.lru_cache(maxsize=None)
+def layer_backward(block: LayerSpec, run: Execution, trainable: frozenset[str], last: bool):
+    """``(weights, x, (dy, dstats), context, acc, sumsq) -> (dx, gradients, sumsq, marker)``; recomputes the forward."""
+    layer = DecoderLayer(block, run.attention)
+
+    def backward(weights, x, cotangent, context, acc, sumsq):
+        train, frozen = _split(run.unpack(weights, block), trainable)
+        _, vjp = jax.vjp(lambda train, x: layer.apply(bind(train | frozen), x, context), train, x)
+        grads, dx = vjp(cotangent)
+        sums = run.accumulate(acc, grads, last=last)
+        if last:
+            sums, sumsq = run.close(sums, sumsq)
+        dx = run.split_rows(dx)
+        return dx, sums, sumsq, _marker(dx)
+
+    return jax.jit(backward, donate_argnames="cotangent" if last else ("cotangent", "acc"))
+
+
+@functools.lru_cache(maxsize=None)
+def head_logits(block: HeadSpec, run: Execution):
+    """``(weights, x) -> logits [B, S, V]`` float32."""
+    return jax.jit(lambda weights, x: run.split_rows(Head(block).apply(bind(run.unpack(weights, block)), x)))
+
+
+@functools.lru_cache(maxsize=None)
+def head_forward(block: HeadSpec, run: Execution):
+    """``(weights, x, targets, loss_weights, scale) -> loss``: the weighted sum of next-token losses times `scale`."""
+
+    def forward(weights, x, targets, loss_weights, scale):
+        loss_weights = loss_weights * scale
+        weights = run.unpack(weights, block)
+        return head_loss(Head(block), weights, x, targets, loss_weights, tile=run.loss_tile)
+
+    return jax.jit(forward)
+
+
+@functools.lru_cache(maxsize=None)
+def head_backward(block: HeadSpec, run: Execution, trainable: frozenset[str], owned: frozenset[str], last: bool):
+    """``(weights, x, targets, loss_weights, scale, acc, sumsq) -> (loss, dx, gradients, kept, sumsq)``.
+
+    Forward and backward in one pass over tiles of tokens. `kept` is the float32 gradient of a tied projection, which
+    stays on the device until the embedding's own gradient is added to it.
+    """
+
+    def backward(weights, x, targets, loss_weights, scale, acc, sumsq):
+        train, frozen = _split(run.unpack(weights, block), trainable)
+        loss, dx, grads = head_loss_and_grads(
+            Head(block), train, frozen, x, targets, loss_weights * scale, tile=run.loss_tile
+        )
+        sums = run.accumulate(acc, grads, last=last)
+        kept = {}
+        if last:
+            kept = {path: value for path, value in sums.items() if path not in owned}
+            sums, sumsq = run.close({path: value for path, value in sums.items() if path in owned}, sumsq)
+        return loss, run.split_rows(dx), sums, kept, sumsq
+
+    return jax.jit(backward, donate_argnames="acc" if not last else None)
+
+
+class LayerStep:
+    """The stateless template of one decoder layer, for research code: no donation, no mesh.
+
+    Weights are a flat dict of paths such as ``"self_attn.q_proj.weight"`` in the ``[out, in]`` layout. Both methods are
+    pure and jitted and compose with `jax.jit`, `jax.vmap` and `jax.grad`.
+    """
+
+    def __init__(self, block: LayerSpec):
+        layer = DecoderLayer(block, AttentionOptions())
+        self.block = block
+        self._forward = jax.jit(lambda weights, x, context: layer.apply(bind(weights), x, context))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path and shape of every weight."""
+        return tensor_shapes(self.block)
+
+    def forward(self, weights: Weights, x: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
+        """``(y, stats)`` for hidden states ``[batch, seq, hidden]``; a dense layer has ``stats == ()``."""
+        return self._forward(weights, x, context)
+
+    def backward(
+        self, weights: Weights, x: jax.Array, cotangent: tuple[jax.Array, tuple], context: Context
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """``(dx, dw)`` for the cotangent ``(dy, dstats)`` of `forward`'s result; the forward is computed again."""
+        _, vjp = jax.vjp(lambda weights, x: self._forward(weights, x, context), dict(weights), x)
+        dw, dx = vjp(cotangent)
+        return dx, dw
+
+
+def layer_step(spec: ModelSpec, layer: int) -> LayerStep:
+    """The template of decoder layer number `layer`, counted from 0. Raises IndexError if there is none."""
+    return LayerStep(spec.layers[layer])

@@ -1,0 +1,180 @@
+"""The only file that moves bytes between host and device; every placement goes through one `Mesh`.
+
+* Host to device: `jax.device_put` of a NumPy view whose pages are registered. No staging copy is made.
+* Device to host: `jax.device_put` to pinned host memory, then `np.asarray`, which copies nothing. `np.asarray` of a
+  device array would block and reach a thirtieth of the link's speed.
+* On the CPU backend host and device are one: weights are read in place, gradients are where they should be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from megatrain_jax.config import UserError
+from megatrain_jax.host.store import HostTensor, Rows
+from megatrain_jax.models.spec import Batch
+
+AXIS = "data"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mesh:
+    """One or more devices that share every step; batches are split over them, weights cross as one row to each.
+
+    Attributes:
+      devices: all devices, of every process, in mesh order.
+    """
+
+    devices: tuple[jax.Device, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Positions of this process' devices."""
+        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.size, self.local)
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether bytes must cross a link to reach the devices."""
+        return self.platform != "cpu"
+
+    def sharding(self, *spec: str | None, memory_kind: str | None = None) -> jax.sharding.Sharding:
+        """Placement of an array whose dimensions are split as `spec`; without any, it is replicated."""
+        if self.size == 1:
+            return SingleDeviceSharding(self.devices[0], memory_kind=memory_kind)
+        mesh = jax.sharding.Mesh(np.asarray(self.devices), (AXIS,))
+        return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind)
+
+    def put_weights(self, tensors: Mapping[str, HostTensor]) -> dict[str, jax.Array]:
+        """Starts the copy of a block's weights; on n > 1 devices each arrives as its rows ``[n, row_length]``.
+
+        The host buffers may be rewritten once every computation that reads the result has finished, not before.
+        """
+        if self.size == 1:
+            return jax.device_put({p: t.wire[0].reshape(t.shape) for p, t in tensors.items()}, self.sharding())
+        return {
+            path: self._assemble((self.size, tensor.row_length), [row[None] for row in tensor.wire])
+            for path, tensor in tensors.items()
+        }
+
+    def put_batch(self, batch: Batch) -> Batch:
+        """Copies a batch of NumPy arrays to the devices, its rows split evenly; padded with rows of zero weight."""
+        missing = -len(batch.token_ids) % self.size
+        return Batch(*(self._put_rows(np.pad(field, [(0, missing), (0, 0)])) for field in batch))
+
+    def _put_rows(self, array: np.ndarray) -> jax.Array:
+        # A copy, because the caller may reuse its arrays and the CPU backend would read them in place.
+        if self.size == 1:
+            return jax.device_put(array.copy(), self.sharding())
+        parts = np.split(array, self.size)
+        return self._assemble(array.shape, [parts[i].copy() for i in self.local])
+
+    def _assemble(self, shape: tuple[int, ...], parts: Sequence[np.ndarray]) -> jax.Array:
+        arrays = [jax.device_put(part, self.devices[i]) for i, part in zip(self.local, parts, strict=True)]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(AXIS), arrays)
+
+    def gradients_to_host(self, grads: Mapping[str, jax.Array]) -> HostGradients:
+        """Starts the copy of a block's gradients to host memory."""
+        return HostGradients({path: self.to_host(grad) for path, grad in grads.items()})
+
+    def to_host(self, x: jax.Array) -> jax.Array:
+        """Starts the copy of a device array to pinned host memory, split over devices as it was."""
+        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if self.has_own_memory else x
+
+    def to_device(self, x: jax.Array) -> jax.Array:
+        """Starts the copy back of what `to_host` gave."""
+        return jax.device_put(x, x.sharding.with_memory_kind("device")) if self.has_own_memory else x
+
+    def scalar(self, x: jax.Array) -> float:
+        """Waits for a scalar that is the same on every device."""
+        return float(x.addressable_data(0))
+
+    def sum_over_processes(self, x: float) -> float:
+        """The sum of one number of each process, the same in all of them."""
+        if jax.process_count() == 1:
+            return x
+        from jax.experimental import multihost_utils
+
+        return float(np.sum(multihost_utils.process_allgather(np.float64(x))))
+
+    def gather(self, x: jax.Array) -> np.ndarray:
+        """A copy of a whole device array; across processes when there are several. Not for the hot path."""
+        if jax.process_count() > 1 and not x.is_fully_replicated:
+            from jax.experimental import multihost_utils
+
+            return np.array(multihost_utils.process_allgather(x, tiled=True))
+        return np.array(x)
+
+
+class HostGradients:
+    """Gradients of a block on their way to host memory."""
+
+    def __init__(self, arrays: dict[str, jax.Array]):
+        self._arrays = arrays
+
+    def wait(self) -> None:
+        jax.block_until_ready(self._arrays)
+
+    def rows(self, path: str) -> list[np.ndarray]:
+        """One flat array per local row, read in place: valid while this object is alive."""
+        shards = sorted(self._arrays[path].addressable_shards, key=lambda s: s.index[0].start or 0 if s.index else 0)
+        return [np.asarray(shard.data).reshape(-1) for shard in shards]
+
+    def is_ready(self) -> bool:
+        return all(array.is_ready() for array in self._arrays.values())
+
+    @property
+    def arrays(self) -> dict[str, jax.Array]:
+        return self._arrays
+
+
+def make_mesh(device: str) -> Mesh:
+    """The mesh of a `model.device` setting: "auto", "cpu", "cuda", "cuda:N" or "all".
+
+    "auto" and "cuda" are the first accelerator of each process; "auto" falls back to the CPU where there is none.
+
+    Raises:
+      UserError: an accelerator was asked for and jax sees none, or jax is too old to copy from registered pages.
+    """
+    if device == "cpu":
+        return Mesh(_per_process("cpu", 0))
+    name, _, index = device.partition(":")
+    try:
+        found = jax.devices("cuda")
+    except RuntimeError:
+        if device == "auto":
+            return Mesh(_per_process("cpu", 0))
+        raise UserError(
+            f"model.device: {device!r} was asked for and jax sees no GPU; install the cuda extra "
+            "(pip install 'megatrain_jax[cuda]'), or set model.device: cpu"
+        ) from None
+    if tuple(int(part) for part in jax.__version__.split(".")[:3]) < (0, 11, 1):
+        raise UserError(f"jax {jax.__version__} copies weights at a sixth of the link's speed: install jax>=0.11.1")
+    if name == "all":
+        return Mesh(tuple(found))
+    number = int(index or 0)
+    if number >= len(jax.local_devices(backend="cuda")):
+        raise UserError(f"model.device: {device!r}: there are {len(jax.local_devices(backend='cuda'))} GPUs")
+    return Mesh(_per_process("cuda", number))
+
+
+def _per_process(backend: str, number: int) -> tuple[Any, ...]:
+    every = jax.devices(backend)
+    return tuple([d for d in every if d.process_index == p][number] for p in sorted({d.process_index for d in every}))

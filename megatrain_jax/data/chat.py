@@ -88,11 +88,8 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     backend.no_padding()
     backend.post_processor = None  # it would trim blanks off the offsets that masks are drawn from
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
-    special = {}
-    for name, token in config.items():
-        token = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(token, str):
-            special[name] = token
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in config.items()}
+    special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
     if (eos := special.get("eos_token")) is not None and backend.token_to_id(eos) is None:
         raise UserError(f"model.tokenizer: '{file}' lacks the eos_token '{eos}' that tokenizer_config.json names")
     return Tokenizer(backend, special, _folder_template(folder, config))
@@ -100,13 +97,13 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
 
 def with_chat_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
     """`tokenizer` with another template: jinja text or the path of a ``.jinja`` file; None keeps its own."""
-    if template is not None and template.endswith(".jinja"):
+    if template is None:
+        return tokenizer
+    if template.endswith(".jinja"):
         file = pathlib.Path(template)
         if not file.is_file():
             raise UserError(f"dataset.chat_template: no such file '{template}'")
         template = file.read_text(encoding="utf-8")
-    if template is None:
-        return tokenizer
     _compile(template)
     return dataclasses.replace(tokenizer, chat_template=template)
 

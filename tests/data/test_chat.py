@@ -31,6 +31,9 @@ DIALOGUES = {
     "empty": ["u:", "a:", "u:x", "a:y"],
 }
 
+# Neither a generation prompt nor a special token at the end of a turn.
+LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
 
 def conversation(turns, completion_start=0):
     messages = tuple({"role": NAMES[turn[0]], "content": turn[2:]} for turn in turns)
@@ -120,8 +123,7 @@ def test_header_is_not_supervised_where_the_template_knows_no_generation_prompt(
 
 
 def test_end_of_turn_that_is_no_special_token_is_supervised(tokenizer):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    lines = chat.with_chat_template(tokenizer, template)
+    lines = chat.with_chat_template(tokenizer, LINES)
     [sample] = chat.supervise(lines, conversation(["u:Hi", "a:Hello"]))
     assert supervised_text(tokenizer, sample).lstrip() == "Hello\n"
 
@@ -143,6 +145,12 @@ def test_system_prompt_opens_only_conversations_without_one(tokenizer):
         assert whole_text(tokenizer, sample).startswith(f"<|im_start|>system\n{opening}<|im_end|>\n<|im_start|>user")
         assert whole_text(tokenizer, sample).count("system") == 1
         assert supervised_text(tokenizer, sample) == turns[-1][2:] + "<|im_end|>"
+
+
+def test_system_prompt_does_not_move_the_border_of_the_completion(tokenizer):
+    record = conversation(["u:q1", "a:a1", "u:q2", "a:a2"], completion_start=2)
+    [sample] = chat.supervise(tokenizer, record, "completion", system_prompt="Speak up.")
+    assert supervised_text(tokenizer, sample) == "a2<|im_end|>"
 
 
 def test_prompt_and_completion_become_turns_where_there_is_a_template(tokenizer):
@@ -213,6 +221,8 @@ def test_templates_come_from_text_or_a_file(tokenizer, tmp_path):
     messages = conversation(DIALOGUES["system"]).messages
     assert chat.render(chat.with_chat_template(tokenizer, str(file)), messages) == "<|endoftext|>" * 2
     assert chat.with_chat_template(tokenizer, None) is tokenizer
+    blocks = "{% for m in messages %}\n    {% if m.content %}\n{{ m.content }},\n    {% endif %}\n{% endfor %}\n"
+    assert chat.render(chat.with_chat_template(tokenizer, blocks), messages) == "Be brief.,\nHi,\nHello,\n"
     year = chat.render(chat.with_chat_template(tokenizer, "{{ strftime_now('%Y') }}"), messages)
     assert len(year) == 4 and year.isdigit()
     with pytest.raises(UserError, match=r"dataset\.chat_template: no such file 'none\.jinja'"):
@@ -261,11 +271,14 @@ def test_nothing_is_added_cut_or_trimmed_by_what_the_file_asks_for(tokenizer, to
                         "pad_type_id": 0, "pad_token": "<|endoftext|>"}  # fmt: skip
     state["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     file.write_text(json.dumps(state))
-    record = conversation(DIALOGUES["blanks"])
-    [sample] = chat.supervise(chat.load_tokenizer(tmp_path / "folder"), record)
-    [expected] = chat.supervise(tokenizer, record)
-    np.testing.assert_array_equal(sample.token_ids, expected.token_ids)
-    np.testing.assert_array_equal(sample.supervised, expected.supervised)
+    odd = chat.load_tokenizer(tmp_path / "folder")
+    for template in (None, LINES, LINES.replace("\n", " ")):
+        sample, expected = (
+            chat.supervise(chat.with_chat_template(one, template), conversation(DIALOGUES["blanks"]))[0]
+            for one in (odd, tokenizer)
+        )
+        np.testing.assert_array_equal(sample.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(sample.supervised, expected.supervised)
 
 
 def test_folders_that_cannot_be_read(tokenizer_folder, tmp_path):

@@ -141,11 +141,12 @@ def test_turns_of_one_conversation_are_not_split_apart(section, jsonl, tokenizer
 
 
 def test_evaluation_data_of_its_own(section, jsonl, tokenizer):
-    held_out = jsonl(*map(dialogue, (100, 101)), name="eval.jsonl")
+    held_out = jsonl(*map(dialogue, (100, 10**9)), name="eval.jsonl")
     config = section(jsonl(*map(dialogue, range(9))), eval_path=str(held_out), max_samples=1)
     dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert (len(dataset.train), len(dataset.eval)) == (1, 2)
     assert "100" in tokenizer.decode(dataset.eval[0].token_ids)
+    assert rows_of(loader.eval_batches(dataset, 2)) == samples_of(dataset.eval)  # longer than those of training
     config.val_size = 2
     with pytest.raises(UserError, match=r"dataset\.val_size: 2 and dataset\.eval_path are both set"):
         loader.prepare(config, tokenizer, seed=0, vocab_size=400)

@@ -29,6 +29,7 @@ def records(config):
         ),
         ("alpaca", {"instruction": "Hi", "input": "there", "output": "Hello", "system": "Be kind.", "history": []}),
         ("prompt_completion", {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]}),
+        ("prompt_completion", {"prompt": [USER], "completion": [ASSISTANT], "system": "Be kind."}),
     ],
 )  # fmt: skip
 def test_formats_tell_the_same_conversation(section, jsonl, form, row):
@@ -50,13 +51,19 @@ def test_alpaca_history_comes_before_the_question(section, jsonl):
 
 def test_sharegpt_calls_and_their_results(section, jsonl):
     call = {"name": "add", "arguments": {"a": 1}}
-    turns = [("human", "1+1?"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "Two")]
+    turns = [
+        ("human", "1+1?"),
+        ("function_call", json.dumps(call)),
+        ("observation", "2"),
+        ("observation", "II"),
+        ("gpt", "Two"),
+    ]
     row = {
         "conversations": [{"from": who, "value": text} for who, text in turns],
         "tools": json.dumps([{"name": "add"}]),
     }
     [record] = records(section(jsonl(row)))
-    assert [message["role"] for message in record.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in record.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert record.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
     assert record.tools == [{"name": "add"}]
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax.checkpoint import huggingface
-from megatrain_jax.config import MemoryConfig, UserError
+from megatrain_jax.config import Config, MemoryConfig, UserError
+from megatrain_jax.host.optimizer import needs_whole_tensors
 from megatrain_jax.host.store import HostStore, HostTensor
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import tensor_shapes
@@ -170,6 +171,22 @@ def load(
         path, names, lambda name, array: make_store().tensors[name].assign(array), tied=spec.tie_word_embeddings
     )
     return Model(spec, make_store(), run, config, Path(path))
+
+
+def load_for_training(config: Config, mesh: Mesh) -> Model:
+    """The model of a configuration, on the devices of `mesh`; raises as `load`."""
+    return load(
+        config.model.name,
+        dtype=config.model.dtype,
+        init=config.model.init,
+        seed=config.seed,
+        config_overrides=config.model.config_overrides,
+        attention=config.model.attn_implementation,
+        freeze=config.model.freeze,
+        whole_tensors=needs_whole_tensors(config.optimizer),
+        memory=config.memory,
+        mesh=mesh,
+    )
 
 
 def save(model: Model, out_dir: str | Path, *, dtype: str = "bfloat16", max_shard_size: str | int = "5GB") -> None:

@@ -159,7 +159,7 @@ def tensor_shapes(block: BlockSpec) -> dict[str, tuple[int, ...]]:
         is_layer = isinstance(block, LayerSpec)
         module = DecoderLayer(block) if is_layer else Head(block)
         args = (hidden, Context(ids, ids)) if is_layer else (hidden,)
-    variables = jax.eval_shape(module.init, jax.random.key(0), *args)
+    variables = jax.eval_shape(lambda *args: module.init(jax.random.key(0), *args), *args)
     return {path: tuple(leaf.shape) for path, leaf in flatten_dict(variables["params"], sep=".").items()}
 
 

@@ -71,6 +71,10 @@ class EmbeddingSpec:
     vocab_size: int
     hidden_size: int
 
+    @property
+    def num_parameters(self) -> int:
+        return self.vocab_size * self.hidden_size
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
@@ -96,6 +100,16 @@ class LayerSpec:
     o_bias: bool = False
     mlp_bias: bool = False
 
+    @property
+    def num_parameters(self) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * (2 * queries + 2 * keys)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
+        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
+        biases += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        return attention + mlp + norms + biases
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
@@ -105,6 +119,11 @@ class HeadSpec:
     hidden_size: int
     norm_eps: float
     tied: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied projection is counted with the embedding."""
+        return self.hidden_size + (0 if self.tied else self.vocab_size * self.hidden_size)
 
 
 BlockSpec = EmbeddingSpec | LayerSpec | HeadSpec
@@ -136,6 +155,10 @@ class ModelSpec:
         embedding = EmbeddingSpec(self.vocab_size, self.hidden_size)
         head = HeadSpec(self.vocab_size, self.hidden_size, self.norm_eps, self.tie_word_embeddings)
         return (embedding, *self.layers, head)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(block.num_parameters for block in self.blocks)
 
     def tensor_name(self, block: int, path: str) -> str:
         """Hugging Face name of tensor `path` (such as ``"self_attn.q_proj.weight"``) of block number `block`.

@@ -102,6 +102,16 @@ class Mesh:
         """Starts the copy back of what `to_host` gave."""
         return jax.device_put(x, x.sharding.with_memory_kind("device")) if self.has_own_memory else x
 
+    def memory_bytes(self) -> int | None:
+        """Memory of each device that arrays may take, None where the devices have none of their own."""
+        stats = self.devices[0].memory_stats() if self.has_own_memory else None
+        return stats["bytes_limit"] if stats else None
+
+    def peak_bytes(self) -> int | None:
+        """The most memory that arrays took so far on any device of this process."""
+        stats = [self.devices[i].memory_stats() for i in self.local] if self.has_own_memory else []
+        return max((s["peak_bytes_in_use"] for s in stats if s), default=None)
+
     def scalar(self, x: jax.Array) -> float:
         """Waits for a scalar that is the same on every device."""
         return float(x.addressable_data(0))

@@ -57,7 +57,7 @@ make_venv() {
     fi
     if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
         echo "installing .[$extras] into $folder"
-        "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" ||
+        "$folder/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --editable ".[$extras]" ||
             fail "cannot install .[$extras] into $folder; is the package index in reach?"
         touch "$stamp"
     fi

@@ -160,18 +160,20 @@ class HostTensor:
         if array.shape != self.shape:
             raise ValueError(f"{self.name}: expected shape {self.shape}, got {array.shape}")
         flat = array.reshape(-1)
-        self._frozen_master = []
-        for i, row in enumerate(self.rows.local):
-            part = flat[row * self.row_length : (row + 1) * self.row_length]
+        parts = [flat[row * self.row_length : (row + 1) * self.row_length] for row in self.rows.local]
+        exact = True
+        for i, part in enumerate(parts):
             if self._separate_wire:
                 self.wire[i][: part.size] = part
             if self._master:
                 for where, chunk in self._pieces(i):
                     source = part[where]
                     chunk[: source.size] = source
-            elif not np.array_equal(self.wire[i][: part.size].astype(np.float32), part.astype(np.float32)):
-                self._frozen_master.append(np.zeros(self.row_length, np.float32))
-                self._frozen_master[i][: part.size] = part
+            else:
+                exact &= np.array_equal(self.wire[i][: part.size].astype(np.float32), part.astype(np.float32))
+        self._frozen_master = [] if exact else [np.zeros(self.row_length, np.float32) for _ in parts]
+        for row, part in zip(self._frozen_master, parts, strict=False):
+            row[: part.size] = part
 
     def read_row(self, i: int) -> np.ndarray:
         """A copy of local row number `i` of the master, float32 ``[row_length]``."""

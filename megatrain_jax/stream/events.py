@@ -44,8 +44,7 @@ class Recorder:
     def __init__(self, listener: Listener | None = None):
         self._listener = listener
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name="megatrain-watcher", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # made when it is first needed
 
     def __call__(self, what: str, block: int, micro_batch: int | None = None) -> None:
         if self._listener is not None:
@@ -58,17 +57,25 @@ class Recorder:
         """
         if self._listener is not None:
             self(what, block, micro_batch)
-            self._queue.put((arrays, lambda: self(f"{what} done", block, micro_batch)))
+            self._when_ready(arrays, lambda: self(f"{what} done", block, micro_batch))
 
     def time_of(self, arrays: Any) -> concurrent.futures.Future[float]:
         """When `arrays` became ready, in seconds of `time.perf_counter`."""
         future: concurrent.futures.Future[float] = concurrent.futures.Future()
-        self._queue.put((arrays, lambda: future.set_result(time.perf_counter())))
+        self._when_ready(arrays, lambda: future.set_result(time.perf_counter()))
         return future
 
     def close(self) -> None:
-        self._queue.put(None)
-        self._thread.join()
+        """Returns when everything watched has been recorded."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _when_ready(self, arrays: Any, done: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="megatrain-watcher", daemon=True)
+            self._thread.start()
+        self._queue.put((arrays, done))
 
     def _watch(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -139,6 +139,8 @@ def load(
     Raises:
       UserError: the folder, the architecture or a tensor is not usable; nothing was allocated for the model.
     """
+    if dtype not in ("bfloat16", "float32"):
+        raise UserError(f"model.dtype: {dtype!r} is not supported; use bfloat16 or float32")
     config = read_config(path, config_overrides)
     spec = spec_from_config(config)
     mesh = mesh or make_mesh(device)

@@ -57,8 +57,8 @@ def make_schedule(training: TrainingConfig, total_steps: int) -> optax.Schedule:
     elif kind in ("cosine", "cosine_with_min_lr"):
         decay = optax.cosine_decay_schedule(peak, rest, alpha=floor)
     elif kind == "wsd":
-        length = max(1, round(training.lr_scheduler_kwargs.get("decay_ratio", 0.1) * total))
-        decay = optax.linear_schedule(peak, floor * peak, length, transition_begin=max(rest - length, 0))
+        length = min(rest, max(1, round(training.lr_scheduler_kwargs.get("decay_ratio", 0.1) * total)))
+        decay = optax.linear_schedule(peak, floor * peak, length, transition_begin=rest - length)
     else:
         timescale = warmup or 10_000
         decay = lambda t: peak * jnp.sqrt(timescale / (timescale + t))  # noqa: E731

@@ -25,7 +25,7 @@ ELEMENTWISE = frozenset(
     "yogi".split()
 )
 # optax factories that look at one tensor as a whole (its norm, its factors).
-PER_TENSOR = frozenset("adafactor fromage lamb lars novograd sm3".split())
+PER_TENSOR = frozenset("adafactor fromage lamb lars novograd".split())
 _DECOUPLED_DECAY = frozenset("adamaxw adamw adan lamb lion nadamw".split())
 
 
@@ -61,7 +61,7 @@ def make_schedule(training: TrainingConfig, total_steps: int) -> optax.Schedule:
         decay = optax.linear_schedule(peak, floor * peak, length, transition_begin=rest - length)
     else:
         timescale = warmup or 10_000
-        decay = lambda t: peak * jnp.sqrt(timescale / (timescale + t))  # noqa: E731
+        decay = lambda t: peak * jnp.sqrt(timescale / (timescale + jnp.maximum(t, 0)))  # noqa: E731
     if not warmup:
         return decay
     # As in transformers the first step has a rate of 0; here it starts at one part, so that no step is wasted.

@@ -1,0 +1,244 @@
+"""The store keeps exactly what it is given, in place, however it is cut into chunks and rows."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from megatrain_jax.config import OptimizerConfig, TrainingConfig
+from megatrain_jax.host import store as store_module
+from megatrain_jax.host.optimizer import HostOptimizer
+from megatrain_jax.host.store import HostStore, Rows
+from megatrain_jax.models.blocks import model_tensors, tensor_shapes
+from tests.conftest import small_spec
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+# Few and odd: every length is compiled for itself.
+TINY = [{"weight": (3, 61)}, {}, {"norm.weight": (5,)}]
+
+
+def make_store(shapes=TINY, *, wire="bfloat16", rows=1, trainable=lambda name: True) -> HostStore:
+    held = Rows(rows, tuple(range(rows)))
+    store = HostStore(small_spec(1), shapes, wire_dtype=wire, rows=held, trainable=trainable)
+    rng = np.random.default_rng(0)
+    for tensor in store.tensors.values():
+        tensor.assign(rng.standard_normal(tensor.shape).astype(np.float32))
+    return store
+
+
+def small_chunks(monkeypatch, chunk: int, group: int = 2) -> None:
+    monkeypatch.setattr(store_module, "CHUNK", chunk)
+    monkeypatch.setattr(store_module, "GROUP", group)
+
+
+def wire_of(tensor) -> np.ndarray:
+    """What would arrive at a device."""
+    return np.concatenate(tensor.wire)[: tensor.size].reshape(tensor.shape)
+
+
+def rows_of(tensor, value: np.ndarray) -> list[np.ndarray]:
+    flat = np.zeros(tensor.row_length * tensor.rows.count, value.dtype)
+    flat[: tensor.size] = value.reshape(-1)
+    return list(flat.reshape(tensor.rows.count, -1))
+
+
+def host_optimizer(store, **optimizer) -> HostOptimizer:
+    config = TrainingConfig(learning_rate=1e-2, warmup_steps=3, weight_decay=0.1)
+    return HostOptimizer(store, OptimizerConfig(**optimizer), config, 20)
+
+
+def run_steps(store, host, steps, dtype=np.float32) -> None:
+    for step in steps:
+        rng = np.random.default_rng(step)
+        for tensor in store.tensors.values():
+            grad = rng.standard_normal(tensor.shape).astype(dtype)
+            if tensor.trainable:
+                host.update(tensor, rows_of(tensor, grad), 0.5)
+
+
+@pytest.mark.parametrize("source", [BFLOAT16, np.float16, np.float32], ids=str)
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
+def test_what_is_assigned_is_read_and_what_crosses_is_rounded_to_nearest_even(
+    monkeypatch, source, wire, rows, trainable
+):
+    small_chunks(monkeypatch, 64)
+    store = make_store(wire=wire, rows=rows, trainable=lambda name: trainable)
+    for name, tensor in store.tensors.items():
+        value = np.random.default_rng(1).standard_normal(tensor.shape).astype(source)
+        store.tensors[name].assign(value)
+        np.testing.assert_array_equal(store.tensors[name].read(), value.astype(np.float32))
+        np.testing.assert_array_equal(wire_of(store.tensors[name]), value.astype(np.float32).astype(wire))
+
+
+@pytest.mark.parametrize("exact_rows", [(0,), (1,), (0, 1), ()])
+def test_a_frozen_tensor_keeps_values_that_the_wire_cannot_hold_in_some_of_its_rows(exact_rows):
+    store = make_store(rows=2, trainable=lambda name: False)
+    tensor = store.tensors[EMBED]
+    value = np.full(tensor.size, 1 / 3, np.float32)
+    for row in exact_rows:
+        value[row * tensor.row_length : (row + 1) * tensor.row_length] = 1.5
+    value = value.reshape(tensor.shape)
+    for again in (value, value[::-1].copy(), value):
+        tensor.assign(again)
+        np.testing.assert_array_equal(tensor.read(), again)
+
+
+def test_rounding_is_to_nearest_even():
+    tensor = make_store().tensors[NORM]
+    ties = np.array([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-20, 3], np.float32)
+    tensor.assign(ties)
+    np.testing.assert_array_equal(wire_of(tensor).astype(np.float32), [1, 1 + 2**-6, -1, 1 + 2**-7, 3])
+
+
+def test_a_wrong_shape_is_refused():
+    with pytest.raises(ValueError, match=r"model.norm.weight: expected shape \(5,\), got \(6,\)"):
+        make_store().tensors[NORM].assign(np.zeros(6, np.float32))
+
+
+def test_updates_do_not_depend_on_chunks_or_rows(monkeypatch):
+    results = []
+    for chunk, group, rows in [(1 << 20, 64, 1), (64, 2, 1), (64, 1, 2)]:
+        small_chunks(monkeypatch, chunk, group)
+        store = make_store(rows=rows)
+        run_steps(store, host_optimizer(store), range(3))
+        results.append({name: tensor.read() for name, tensor in store.tensors.items()})
+    for other in results[1:]:
+        for name, value in results[0].items():
+            np.testing.assert_allclose(other[name], value, rtol=0, atol=2.4e-7)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float32"])
+def test_every_update_is_in_place_and_leaves_the_rounded_master_on_the_wire(monkeypatch, wire):
+    small_chunks(monkeypatch, 64)
+    store = make_store(wire=wire)
+    host = host_optimizer(store)
+
+    def addresses():
+        leaves = [leaf for t in store.tensors.values() for each in t._state_leaves().values() for leaf, _ in each]
+        chunks = [c for t in store.tensors.values() for group in t._groups() for c in group.params]
+        wires = [row.ctypes.data for t in store.tensors.values() for row in t.wire]
+        return [a.unsafe_buffer_pointer() for a in chunks + [leaf for leaf in leaves if leaf.ndim]] + wires
+
+    before = addresses()
+    assert len(before) >= 2 * 4
+    for step in range(4):
+        run_steps(store, host, [step], BFLOAT16)
+        assert addresses() == before
+        for tensor in store.tensors.values():
+            np.testing.assert_array_equal(wire_of(tensor), tensor.read().astype(wire))
+
+
+def test_state_that_moved_is_an_error():
+    tensor = make_store().tensors[NORM]
+    tensor.init_state(lambda params: ())
+    users = [np.asarray(chunk) for group in tensor._groups() for chunk in group.params]  # so it cannot be donated
+    with pytest.raises(RuntimeError, match="model.norm.weight: the CPU backend moved"):
+        tensor.apply(lambda p, s, g, scale: ([a + 1 for a in p], s), rows_of(tensor, users[0]), np.float32(1))
+
+
+@pytest.mark.parametrize(
+    "kind, before, after",
+    [
+        ("adamw", 1, 1),
+        ("adamw", 1, 3),
+        ("adamw", 8, 2),
+        pytest.param("lion", 1, 1, marks=pytest.mark.exhaustive),
+        pytest.param("sgd", 8, 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_saved_state_is_restored_bit_for_bit_and_goes_on(monkeypatch, kind, before, after):
+    small_chunks(monkeypatch, 64)
+    trainable = lambda name: name != NORM  # noqa: E731
+    first = make_store(rows=before, trainable=trainable)
+    host = host_optimizer(first, type=kind)
+    run_steps(first, host, range(2))
+    saved = {name: tensor.state_arrays() for name, tensor in first.tensors.items()}
+
+    second = make_store(rows=after, trainable=trainable)
+    other = host_optimizer(second, type=kind)
+    run_steps(second, other, range(7, 9))  # whatever is there is replaced
+    for name, tensor in second.tensors.items():
+        tensor.load_state_arrays(saved[name])
+        restored = tensor.state_arrays()
+        assert set(restored) == set(saved[name])
+        for key, value in saved[name].items():
+            assert value.shape in (tensor.shape, ())
+            np.testing.assert_array_equal(restored[key], value)
+        np.testing.assert_array_equal(wire_of(tensor), wire_of(first.tensors[name]))
+    run_steps(first, host, range(2, 5))
+    run_steps(second, other, range(2, 5))
+    # Loops of another length may be vectorised differently, which is worth a last bit.
+    atol = 0 if before == after else 2.4e-7
+    for name, tensor in second.tensors.items():
+        np.testing.assert_allclose(tensor.read(), first.tensors[name].read(), rtol=0, atol=atol)
+
+
+def test_saved_state_is_a_copy():
+    store = make_store()
+    host = host_optimizer(store)
+    run_steps(store, host, [0])
+    saved = store.tensors[NORM].state_arrays()
+    kept = {key: value.copy() for key, value in saved.items()}
+    run_steps(store, host, [1])
+    for key, value in kept.items():
+        np.testing.assert_array_equal(saved[key], value)
+        assert not np.array_equal(store.tensors[NORM].state_arrays()[key], value)
+
+
+def test_moments_are_those_of_adam_in_the_shape_of_the_tensor():
+    store = make_store(rows=3)
+    run_steps(store, host_optimizer(store, beta1=0.75, beta2=0.5), [0])
+    grad = 0.5 * np.random.default_rng(0).standard_normal((3, 61)).astype(np.float32)
+    state = store.tensors[EMBED].state_arrays()
+    (mu,) = (value for key, value in state.items() if key.endswith("mu"))
+    (nu,) = (value for key, value in state.items() if key.endswith("nu"))
+    np.testing.assert_allclose(mu, 0.25 * grad, rtol=1e-6)
+    np.testing.assert_allclose(nu, 0.5 * grad**2, rtol=1e-6)
+
+
+def test_state_of_another_optimizer_is_refused():
+    one, other = make_store(), make_store()
+    host_optimizer(one, type="adamw")
+    host_optimizer(other, type="lion")
+    with pytest.raises(KeyError, match="model.norm.weight: the optimizer's state differs"):
+        other.tensors[NORM].load_state_arrays(one.tensors[NORM].state_arrays())
+
+
+def test_a_frozen_tensor_has_no_state_and_a_tied_head_is_the_embedding():
+    spec = small_spec(2, tied=True)
+    shapes = [tensor_shapes(block) for block in spec.blocks]
+    frozen = lambda name: ".0.mlp" in name  # noqa: E731
+    store = HostStore(spec, shapes, wire_dtype="bfloat16", trainable=lambda name: not frozen(name))
+    for tensor in store.tensors.values():
+        if tensor.trainable:
+            tensor.init_state(lambda params: [])
+    for name, tensor in store.tensors.items():
+        assert tensor.trainable != frozen(name)
+        assert frozen(name) == (len(list(tensor._groups())) == 0)
+    assert store.blocks[3]["lm_head.weight"] is store.blocks[0]["weight"]
+    assert store.owners(3) == {0, 3} and store.owners(2) == {2}
+    assert set(store.owned(3)) == {"norm.weight"} and set(store.owned(0)) == {"weight"}
+    assert not any(path.startswith("mlp") for path in store.owned(1))
+    assert store.num_parameters == sum(math.prod(shape) for shape in model_tensors(spec).values())
+    assert store.num_parameters - store.num_trainable == 3 * 32 * 48
+
+
+def test_a_process_with_some_of_the_rows_holds_and_reads_only_those():
+    tensor = HostStore(small_spec(1), TINY, wire_dtype="bfloat16", rows=Rows(3, (1,))).tensors[EMBED]
+    value = np.arange(427, dtype=np.float32).reshape(3, 61)
+    tensor.assign(value)
+    np.testing.assert_array_equal(tensor.read_row(0), value.reshape(-1)[61:122])
+    assert [row.shape for row in tensor.wire] == [(61,)]
+    with pytest.raises(ValueError, match="this process holds 1 of 3 rows"):
+        tensor.read()
+
+
+def test_rows_cross_on_boundaries_that_are_read_in_place():
+    for tensor in make_store(rows=3).tensors.values():
+        assert all(row.ctypes.data % 64 == 0 for row in tensor.wire)

@@ -16,7 +16,8 @@ at_least() {
     [ -n "$1" ] && [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$2" ]
 }
 
-# newest_python 3.12: the newest Python of at least that version, on the PATH or of pyenv; nothing if there is none.
+# newest_python 3.12 [3.12]: the newest Python of at least the first version and at most the second, on the PATH or of
+# pyenv; nothing if there is none.
 newest_python() {
     local candidate version best="" best_version="" candidates=(python3 python)
     for minor in 11 12 13 14; do candidates+=("python3.$minor"); done
@@ -27,7 +28,7 @@ newest_python() {
     fi
     for candidate in "${candidates[@]}"; do
         version=$(python_version "$candidate")
-        if at_least "$version" "$1" && { [ -z "$best" ] || ! at_least "$best_version" "$version"; }; then
+        if at_least "$version" "$1" && at_least "${2:-99}" "$version" && { [ -z "$best" ] || ! at_least "$best_version" "$version"; }; then
             best=$candidate best_version=$version
         fi
     done

@@ -46,6 +46,7 @@ def test_the_newest_python_that_runs_is_taken(machine):
     machine.add("python3.12", "echo 3.12")
     machine.add("python3.13", "echo 'pyenv: python3.13: command not found' >&2; exit 127")
     assert machine.shell("newest_python 3.11") == "python3.12"
+    assert machine.shell("newest_python 3.11 3.11") == "python3.11"
     assert machine.shell("newest_python 3.14") == ""
 
 

@@ -144,6 +144,7 @@ class OptimizerConfig:
 
     Attributes:
       type: "adamw", "adam", "lion", "sgd", or the name of another optax factory.
+      backend: "optax", or "fused" kernels (adamw, adam, lion, sgd; bfloat16; needs numba); "auto" is fused where possible.
       beta1: decay of the first moment; None is the optimizer's own default.
       beta2: decay of the second moment; None is the optimizer's own default.
       eps: added to the denominator of adam and adamw.
@@ -152,6 +153,7 @@ class OptimizerConfig:
     """
 
     type: str = "adamw"
+    backend: Literal["auto", "optax", "fused"] = "auto"
     beta1: Fraction | None = None
     beta2: Fraction | None = None
     eps: NonNegative = 1e-8

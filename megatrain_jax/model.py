@@ -14,8 +14,8 @@ import numpy as np
 
 from megatrain_jax.checkpoint import huggingface
 from megatrain_jax.config import Config, MemoryConfig, UserError
-from megatrain_jax.host.optimizer import needs_whole_tensors
-from megatrain_jax.host.store import HostStore, HostTensor
+from megatrain_jax.host.optimizer import choose_layout
+from megatrain_jax.host.store import HostStore, HostTensor, Layout
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
@@ -69,7 +69,7 @@ class Model:
             self.check(batch)
         grads: dict[str, np.ndarray] = {}
 
-        def sink(block: int, landing: HostGradients, _) -> None:
+        def sink(block: int, landing: HostGradients) -> None:
             for path, tensor in self.store.owned(block).items():
                 flat = self.run.mesh.gather(landing.arrays[path]).astype(np.float32).reshape(-1)
                 grads[tensor.name] = flat[: tensor.size].reshape(tensor.shape)
@@ -117,7 +117,7 @@ def load(
     config_overrides: Mapping[str, Any] = {},
     attention: str = "auto",
     freeze: Sequence[str] = (),
-    whole_tensors: bool = False,
+    layout: Layout = "chunks",
     memory: MemoryConfig = MemoryConfig(),
     mesh: Mesh | None = None,
 ) -> Model:
@@ -132,7 +132,7 @@ def load(
       config_overrides: replaces entries of config.json.
       attention: "auto", "cudnn" or "xla".
       freeze: regular expressions searched for in tensor names; what matches is not trained.
-      whole_tensors: keep tensors in one piece, for optimizers that are not elementwise.
+      layout: what the optimizer wants of the store; see `choose_layout`.
       memory: `pin_memory` and `loss_tile`.
       mesh: the devices, instead of `device`.
 
@@ -145,7 +145,7 @@ def load(
     spec = spec_from_config(config)
     mesh = mesh or make_mesh(device)
     shapes = [tensor_shapes(block) for block in spec.blocks]
-    if whole_tensors and mesh.size > 1:
+    if layout == "whole" and mesh.size > 1:
         raise UserError(
             "optimizer.type: this one needs whole tensors, which are split over several devices; use one device"
         )
@@ -159,7 +159,7 @@ def load(
             rows=mesh.rows,
             trainable=_trainable(freeze),
             lock_pages=mesh.has_own_memory and memory.pin_memory,
-            whole_tensors=whole_tensors,
+            layout=layout,
         )
 
     run = Execution(mesh, np.dtype(dtype), AttentionOptions(_kernel(attention, spec, mesh, dtype)), memory.loss_tile)
@@ -185,7 +185,7 @@ def load_for_training(config: Config, mesh: Mesh) -> Model:
         config_overrides=config.model.config_overrides,
         attention=config.model.attn_implementation,
         freeze=config.model.freeze,
-        whole_tensors=needs_whole_tensors(config.optimizer),
+        layout=choose_layout(config.optimizer, config.model.dtype),
         memory=config.memory,
         mesh=mesh,
     )

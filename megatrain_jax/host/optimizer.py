@@ -1,4 +1,4 @@
-"""optax on the CPU backend, one tensor at a time.
+"""The optimizer, one tensor at a time: optax on the CPU backend, or a fused kernel that is held equal to it.
 
 The learning-rate schedule and the optimizer are optax's own. A transformation that is elementwise is applied to the
 chunks of a tensor, which stay in cache; one that looks at a whole tensor gets it whole; one that looks at the whole
@@ -8,6 +8,7 @@ model is refused, because blocks are updated at different times.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Mapping
 
@@ -17,7 +18,8 @@ import numpy as np
 import optax
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig, UserError
-from megatrain_jax.host.store import HostStore, HostTensor, cpu_device
+from megatrain_jax.host.layouts import Rule, cpu_device
+from megatrain_jax.host.store import HostStore, HostTensor, Layout
 
 # optax factories whose update of an element depends on nothing but that element's own history.
 ELEMENTWISE = frozenset(
@@ -26,6 +28,7 @@ ELEMENTWISE = frozenset(
 )
 # optax factories that look at one tensor as a whole (its norm, its factors).
 PER_TENSOR = frozenset("adafactor fromage lamb lars novograd".split())
+FUSED = frozenset("adam adamw lion sgd".split())
 _DECOUPLED_DECAY = frozenset("adamaxw adamw adan lamb lion nadamw".split())
 
 
@@ -81,6 +84,28 @@ def needs_whole_tensors(optimizer: OptimizerConfig) -> bool:
     raise UserError(f"optimizer.type: optax has no {name!r}; use one of {', '.join(sorted(ELEMENTWISE | PER_TENSOR))}")
 
 
+def choose_layout(optimizer: OptimizerConfig, dtype: str) -> Layout:
+    """How the store should keep its masters for an optimizer: "split" for the fused kernels, else for optax.
+
+    Raises:
+      UserError: the optimizer is not usable here, or the fused kernels were asked for and cannot be had.
+    """
+    whole = needs_whole_tensors(optimizer)
+    if optimizer.type not in FUSED:
+        missing = f"there is none for {optimizer.type}"
+    elif dtype != "bfloat16":
+        missing = "they need model.dtype: bfloat16"
+    elif importlib.util.find_spec("numba") is None:
+        missing = "numba is not installed (pip install 'megatrain_jax[fused]')"
+    else:
+        missing = ""
+    if optimizer.backend == "fused" and missing:
+        raise UserError(f"optimizer.backend: no fused kernels: {missing}; use auto or optax")
+    if optimizer.backend != "optax" and not missing:
+        return "split"
+    return "whole" if whole else "chunks"
+
+
 def make_transformation(
     optimizer: OptimizerConfig, weight_decay: float | None, schedule: optax.Schedule, *, decay: bool
 ) -> optax.GradientTransformation:
@@ -90,30 +115,63 @@ def make_transformation(
     """
     name = optimizer.type
     needs_whole_tensors(optimizer)
-    factory = getattr(optax, name)
-    accepted = inspect.signature(factory).parameters
+    settings, strength = _settings(optimizer), _decay_strength(optimizer, weight_decay) if decay else 0.0
+    if name in _DECOUPLED_DECAY:
+        return getattr(optax, name)(schedule, weight_decay=strength, **settings)
+    return optax.chain(optax.add_decayed_weights(strength), getattr(optax, name)(schedule, **settings))
+
+
+def _decay_strength(optimizer: OptimizerConfig, weight_decay: float | None) -> float:
+    default = 0.01 if optimizer.type in ("adamw", "lion") else 0.0
+    return default if weight_decay is None else weight_decay
+
+
+def _settings(optimizer: OptimizerConfig) -> dict[str, float]:
+    """The configured arguments that the optax factory takes; what is not configured stays at optax' default."""
+    name, accepted = optimizer.type, inspect.signature(getattr(optax, optimizer.type)).parameters
     settings: Mapping[str, float | None] = {
         "b1": optimizer.beta1,
         "b2": optimizer.beta2,
         "eps": optimizer.eps if "adam" in name else None,
         "momentum": optimizer.momentum if name == "sgd" else None,
     }
-    settings = {key: value for key, value in settings.items() if value is not None and key in accepted}
-    default = 0.01 if name in ("adamw", "lion") else 0.0
-    strength = (default if weight_decay is None else weight_decay) if decay else 0.0
-    if name in _DECOUPLED_DECAY:
-        return factory(schedule, weight_decay=strength, **settings)
-    return optax.chain(optax.add_decayed_weights(strength), factory(schedule, **settings))
+    return {key: value for key, value in settings.items() if value is not None and key in accepted}
 
 
-@functools.lru_cache(maxsize=None)
-def _make_step(tx: optax.GradientTransformation):
+def _make_kernel(optimizer: OptimizerConfig, strength: float, schedule: optax.Schedule):
+    """The fused kernel with the arguments that `make_transformation` would give optax."""
+    from megatrain_jax.host import fused
+
+    @functools.lru_cache(maxsize=4)
+    def rate(count: int) -> float:
+        with jax.default_device(cpu_device()):
+            return float(schedule(count))
+
+    defaults = inspect.signature(getattr(optax, optimizer.type)).parameters
+    given = {key: defaults[key].default for key in ("b1", "b2", "eps") if key in defaults} | _settings(optimizer)
+    decay = "decoupled_decay" if optimizer.type in _DECOUPLED_DECAY else "added_decay"
+    return fused.make_kernel(optimizer.type, rate, **given, **{decay: strength})
+
+
+def make_rule(
+    optimizer: OptimizerConfig,
+    weight_decay: float | None,
+    schedule: optax.Schedule,
+    *,
+    decay: bool,
+    layout: Layout,
+) -> Rule:
+    """The optimizer of one tensor, in the form that a layout applies. See `make_transformation`."""
+    tx = make_transformation(optimizer, weight_decay, schedule, decay=decay)
+
     def step(params, state, grads, scale):
         grads = [g.astype(jnp.float32) * scale for g in grads]
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step
+    strength = _decay_strength(optimizer, weight_decay) if decay else 0.0
+    kernel = _make_kernel(optimizer, strength, schedule) if layout == "split" else None
+    return Rule(jax.jit(tx.init), step, kernel)
 
 
 class HostOptimizer:
@@ -127,23 +185,21 @@ class HostOptimizer:
 
     def __init__(self, store: HostStore, optimizer: OptimizerConfig, training: TrainingConfig, total_steps: int):
         self.schedule = make_schedule(training, total_steps)
-        decayed, plain = (
-            make_transformation(optimizer, training.weight_decay, self.schedule, decay=decay) for decay in (True, False)
+        self._decayed, self._undecayed = (
+            make_rule(optimizer, training.weight_decay, self.schedule, decay=decay, layout=store.layout)
+            for decay in (True, False)
         )
         self._no_decay = tuple(optimizer.no_decay)
-        self._decayed, self._plain = decayed, plain
         for tensor in store.tensors.values():
             if tensor.trainable:
-                with jax.default_device(cpu_device()):
-                    tensor.init_state(jax.jit(self._transformation(tensor).init))
+                tensor.init_state(self._rule(tensor))
 
-    def _transformation(self, tensor: HostTensor) -> optax.GradientTransformation:
-        undecayed = any(part in tensor.name for part in self._no_decay)
-        return self._plain if undecayed else self._decayed
+    def _rule(self, tensor: HostTensor) -> Rule:
+        return self._undecayed if any(part in tensor.name for part in self._no_decay) else self._decayed
 
     def update(self, tensor: HostTensor, grads: list[np.ndarray], scale: float) -> None:
-        """Applies one step to a tensor in place; `grads` as in `HostTensor.apply`, multiplied by `scale` first."""
-        tensor.apply(_make_step(self._transformation(tensor)), grads, np.float32(scale))
+        """Applies one step to a tensor in place; `grads` as in `HostTensor.update`, multiplied by `scale` first."""
+        tensor.update(self._rule(tensor), grads, np.float32(scale))
 
     def learning_rate(self, applied_steps: int) -> float:
         """Learning rate of the step that follows `applied_steps` applied ones."""

@@ -10,6 +10,7 @@ whole design: see "rules of the stream" in docs/architecture.md.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import math
 import time
@@ -65,8 +66,8 @@ class StepOutcome(NamedTuple):
     seconds: dict[str, float]
 
 
-# Called with a block and its gradients, once for each group of micro-batches; the scalar is the running squared norm.
-Sink = Callable[[int, HostGradients, jax.Array], None]
+# Called with a block and its gradients, once for each group of micro-batches.
+Sink = Callable[[int, HostGradients], None]
 
 
 class _RunAhead:
@@ -135,6 +136,7 @@ class Pipeline:
         trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
         self._lowest = min(trainable, default=self._head)
         self._waited = 0.0
+        self._forward_end: concurrent.futures.Future[float] | None = None
 
     # ------------------------------------------------------------------ forward only
 
@@ -198,9 +200,9 @@ class Pipeline:
         hold = bool(settings.max_grad_norm) or settings.skip_nonfinite or grouped
         held: dict[int, HostGradients | HostSums] = {}
 
-        def sink(block: int, grads: HostGradients, sumsq: jax.Array) -> None:
+        def sink(block: int, grads: HostGradients) -> None:
             if not hold:
-                self._updater.submit(block, grads, 1.0, must_be_finite=sumsq)
+                self._updater.submit(block, grads, 1.0, must_be_finite=True)
             elif not grouped:
                 held[block] = grads
             elif block in held:
@@ -210,7 +212,6 @@ class Pipeline:
 
         start, self._waited = time.perf_counter(), 0.0
         loss, sumsq = self.gradients(micro_batches, sink)
-        forward_end = self._record.time_of(loss)
         loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
         if grouped:
             sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
@@ -222,7 +223,7 @@ class Pipeline:
             scale = clip_scale(norm, settings.max_grad_norm)
             for block in sorted(held) if applied else ():
                 self._updater.submit(block, held[block], scale)
-        end, forward_end = time.perf_counter(), forward_end.result()
+        end, forward_end = time.perf_counter(), self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
         return StepOutcome(loss, norm, applied, seconds)
 
@@ -282,6 +283,8 @@ class Pipeline:
             loss, dx, acc, tied, sumsq = template(w, xs[m], batch.targets, batch.loss_weights, scale, acc, sumsq)
             ahead.dispatched(loss)
             self._record.watch("loss", block, m, loss)
+            if self._updater is not None:
+                self._forward_end = self._record.time_of(loss)
             losses.append(loss)
             dxs.append(dx)
         self._emit(block, acc, sumsq, sink)
@@ -317,6 +320,6 @@ class Pipeline:
     def _emit(self, block: int, grads: dict[str, jax.Array], sumsq: jax.Array, sink: Sink) -> None:
         """Sends a block's gradients on their way; a block without trainable tensors has none."""
         if grads:
-            landing = self.run.mesh.gradients_to_host(grads)
+            landing = self.run.mesh.gradients_to_host(grads, sumsq)
             self._record.watch("d2h", block, None, landing.arrays)
-            sink(block, landing, sumsq)
+            sink(block, landing)

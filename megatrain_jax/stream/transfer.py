@@ -90,9 +90,9 @@ class Mesh:
         arrays = [jax.device_put(part, self.devices[i]) for i, part in zip(self.local, parts, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding(AXIS), arrays)
 
-    def gradients_to_host(self, grads: Mapping[str, jax.Array]) -> HostGradients:
-        """Starts the copy of a block's gradients to host memory."""
-        return HostGradients({path: self.to_host(grad) for path, grad in grads.items()})
+    def gradients_to_host(self, grads: Mapping[str, jax.Array], sumsq: jax.Array) -> HostGradients:
+        """Starts the copy of a block's gradients, and of the running squared norm, to host memory."""
+        return HostGradients({path: self.to_host(grad) for path, grad in grads.items()}, self.to_host(sumsq))
 
     def to_host(self, x: jax.Array) -> jax.Array:
         """Starts the copy of a device array to pinned host memory, split over devices as it was."""
@@ -134,25 +134,26 @@ class Mesh:
 
 
 class HostGradients:
-    """Gradients of a block on their way to host memory."""
+    """Gradients of a block on their way to host memory.
 
-    def __init__(self, arrays: dict[str, jax.Array]):
-        self._arrays = arrays
+    Attributes:
+      arrays: by path, in host memory.
+      sumsq: squared norm of the gradients of this block and those before it in the step, a scalar in host memory.
+    """
+
+    def __init__(self, arrays: dict[str, jax.Array], sumsq: jax.Array):
+        self.arrays, self.sumsq = arrays, sumsq
 
     def wait(self) -> None:
-        jax.block_until_ready(self._arrays)
+        jax.block_until_ready((self.arrays, self.sumsq))
 
     def rows(self, path: str) -> list[np.ndarray]:
         """One flat array per local row, read in place: valid while this object is alive."""
-        shards = sorted(self._arrays[path].addressable_shards, key=lambda s: s.index[0].start or 0 if s.index else 0)
+        shards = sorted(self.arrays[path].addressable_shards, key=lambda s: s.index[0].start or 0 if s.index else 0)
         return [np.asarray(shard.data).reshape(-1) for shard in shards]
 
     def is_ready(self) -> bool:
-        return all(array.is_ready() for array in self._arrays.values())
-
-    @property
-    def arrays(self) -> dict[str, jax.Array]:
-        return self._arrays
+        return all(array.is_ready() for array in self.arrays.values())
 
 
 def make_mesh(device: str) -> Mesh:

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax.host.layouts import cpu_device, view
 from megatrain_jax.host.optimizer import HostOptimizer
-from megatrain_jax.host.store import HostStore, cpu_device, view
+from megatrain_jax.host.store import HostStore
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.transfer import HostGradients
 
@@ -71,21 +72,21 @@ class Updater:
     def __init__(self, store: HostStore, optimizer: HostOptimizer, record: Recorder):
         self._store, self._optimizer, self._record = store, optimizer, record
         self._changed = threading.Condition()
-        self._jobs: dict[int, tuple[HostGradients | HostSums, float, jax.Array | None]] = {}
+        self._jobs: dict[int, tuple[HostGradients | HostSums, float, bool]] = {}
         self._pending: set[int] = set()
         self._error: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="megatrain-optimizer", daemon=True)
         self._thread.start()
 
-    def submit(self, block: int, grads: HostGradients | HostSums, scale: float, must_be_finite=None) -> None:
+    def submit(self, block: int, grads: HostGradients | HostSums, scale: float, must_be_finite: bool = False) -> None:
         """Asks for the update of a block.
 
         Args:
           block: its number; it must not be pending.
           grads: its gradients, which need not have landed yet.
           scale: they are multiplied by this.
-          must_be_finite: a device scalar that is checked before anything is changed.
+          must_be_finite: check the squared norm that came with the gradients before anything is changed.
         """
         with self._changed:
             self._raise_error()
@@ -127,7 +128,7 @@ class Updater:
             while (block := self._next()) is not None:
                 grads, scale, must_be_finite = self._jobs.pop(block)
                 grads.wait()
-                if must_be_finite is not None and not np.isfinite(float(must_be_finite)):
+                if must_be_finite and not np.isfinite(np.asarray(grads.sumsq.addressable_data(0))):
                     raise NonFiniteError(
                         f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
                     )

@@ -1,0 +1,188 @@
+"""Speed of a training step on random weights and random tokens, as JSON.
+
+    python scripts/bench.py --shape 7b-wide --layers 14 --batch 32 --seq 1024 --steps 6 --clip 0
+
+Every token is a real one. `model_tflops` counts the matmuls of forward and backward once, causal attention once and no
+embedding lookup: (6 * parameters in matmuls + 6 * layers * heads * head_dim * seq) * tokens / second. `6NT` counts every
+parameter and no attention, as others do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SHAPES = {
+    "7b-wide": dict(
+        model_type="qwen2",
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=1 << 20,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+    ),
+    "tiny": dict(
+        model_type="qwen2",
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=1 << 20,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="7b-wide", help=f"one of {', '.join(SHAPES)}, or a Hugging Face folder")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own")
+    parser.add_argument("--batch", type=int, default=32, help="rows in a micro-batch")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens in a row")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps, after two that compile and warm up")
+    parser.add_argument("--clip", type=float, nargs="+", default=[1.0], help="max_grad_norm; 0 updates at once; several run in turn")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", type=Path, help="where the results go, besides the standard output")
+    options = parser.parse_args()
+    results = [result for result in run(options)]
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run(options: argparse.Namespace):
+    from megatrain_jax.config import Config, DatasetConfig, ModelConfig, OptimizerConfig, TrainingConfig
+    from megatrain_jax.train import settle_environment
+
+    with contextlib.ExitStack() as stack:
+        folder = options.shape
+        if folder in SHAPES:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            Path(folder, "config.json").write_text(json.dumps(SHAPES[options.shape]))
+        overrides = {"num_hidden_layers": options.layers} if options.layers else {}
+        config = Config(
+            ModelConfig(folder, init="random", config_overrides=overrides, dtype=options.dtype, device=options.device),
+            DatasetConfig("", max_seq_len=options.seq),
+            TrainingConfig(batch_size=options.batch, gradient_accumulation_steps=options.micro_batches),
+            OptimizerConfig(options.optimizer),
+        )
+        settle_environment(config)
+        import jax
+        import numpy as np
+
+        from megatrain_jax.host.optimizer import HostOptimizer
+        from megatrain_jax.model import load_for_training, unpadded_batch
+        from megatrain_jax.report.metrics import host_peak_bytes
+        from megatrain_jax.stream.events import Recorder
+        from megatrain_jax.stream.pipeline import Pipeline, Settings
+        from megatrain_jax.stream.transfer import make_mesh
+        from megatrain_jax.stream.updater import Updater
+
+        began = time.perf_counter()
+        mesh = make_mesh(config.model.device)
+        model = load_for_training(config, mesh)
+        optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
+        print(f"{model.spec.num_parameters / 1e9:.3f} B parameters in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        rng = np.random.default_rng(0)
+        shape = (options.batch, options.seq)
+        batches = [unpadded_batch(rng.integers(0, model.spec.vocab_size, shape)) for _ in range(options.micro_batches)]
+        tokens = options.batch * options.seq * options.micro_batches
+        for clip in options.clip:
+            events: list = []
+            record = Recorder(events.append)
+            updater = Updater(model.store, optimizer, record)
+            settings = Settings(max_grad_norm=clip, skip_nonfinite=bool(clip))
+            pipeline = Pipeline(model.store, model.run, settings, record, updater)
+            warm = time.perf_counter()
+            for _ in range(2):
+                outcome = pipeline.train_step(batches)
+            updater.drain()
+            warm = time.perf_counter() - warm
+            events.clear()
+            started, seconds = time.perf_counter(), collections.defaultdict(list)
+            for _ in range(options.steps):
+                outcome = pipeline.train_step(batches)
+                for what, value in outcome.seconds.items():
+                    seconds[what].append(value)
+            updater.drain()
+            step = (time.perf_counter() - started) / options.steps
+            updater.close()
+            record.close()
+            result = {
+                "shape": options.shape,
+                "layers": len(model.spec.layers),
+                "tokens_per_step": tokens,
+                "clip": clip,
+                "optimizer": options.optimizer,
+                "seconds_per_step": step,
+                "tokens_per_second": tokens / step,
+                "model_tflops": model_flops_per_token(model.spec, options.seq) * tokens / step / 1e12,
+                "6NT": 6 * model.spec.num_parameters * tokens / step / 1e12,
+                "seconds": {what: statistics.median(values) for what, values in seconds.items()},
+                "optimizer_busy_seconds": busy(events, "update") / options.steps,
+                "warm_up_seconds": warm,
+                "loss": outcome.loss,
+                "device_peak_gib": (mesh.peak_bytes() or 0) / 2**30,
+                "host_peak_gib": host_peak_bytes() / 2**30,
+                "host_bytes_per_parameter": host_peak_bytes() / model.spec.num_parameters,
+                "device": mesh.devices[0].device_kind,
+                "jax": jax.__version__,
+                "commit": commit(),
+                "date": datetime.date.today().isoformat(),
+                "command": " ".join(["python", *sys.argv]),
+            }
+            print(json.dumps(result), flush=True)
+            if "BENCH_EVENTS" in os.environ:
+                Path(os.environ["BENCH_EVENTS"]).write_text("\n".join(f"{e.when - started:.4f} {e.what} {e.block}" for e in events))
+            yield result
+
+
+def model_flops_per_token(spec, seq: int) -> int:
+    """Of forward and backward: matmuls once, causal attention once, no recompute and no embedding lookup."""
+    matmuls = sum(layer.num_parameters for layer in spec.layers) + spec.vocab_size * spec.hidden_size
+    return 6 * matmuls + sum(6 * layer.num_heads * layer.head_dim * seq for layer in spec.layers)
+
+
+def busy(events: list, what: str) -> float:
+    """Seconds between each event `what` and the "`what` done" of the same block that follows it."""
+    total, open_ = 0.0, {}
+    for event in sorted(events, key=lambda e: e.when):
+        if event.what == what:
+            open_[event.block] = event.when
+        elif event.what == f"{what} done" and event.block in open_:
+            total += event.when - open_.pop(event.block)
+    return total
+
+
+def commit() -> str:
+    try:
+        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ at_least() {
 # newest_python 3.12 [3.12]: the newest Python of at least the first version and at most the second, on the PATH or of
 # pyenv; nothing if there is none.
 newest_python() {
-    local candidate version best="" best_version="" candidates=(python3 python)
+    local candidate minor version best="" best_version="" candidates=(python3 python)
     for minor in 11 12 13 14; do candidates+=("python3.$minor"); done
     if command -v pyenv >/dev/null; then
         while read -r version; do
@@ -28,23 +28,26 @@ newest_python() {
     fi
     for candidate in "${candidates[@]}"; do
         version=$(python_version "$candidate")
-        if at_least "$version" "$1" && at_least "${2:-99}" "$version" && { [ -z "$best" ] || ! at_least "$best_version" "$version"; }; then
+        at_least "$version" "$1" && at_least "${2:-99}" "$version" || continue
+        if [ -z "$best" ] || ! at_least "$best_version" "$version"; then
             best=$candidate best_version=$version
         fi
     done
     echo "$best"
 }
 
-# usual_python FOLDER 3.11: a Python of at least that version: the environment's own, else python3, else the newest.
+# usual_python FOLDER 3.11 [CANDIDATE ...]: a Python of at least that version: the environment's own, else the first
+# candidate that suffices, else the newest.
 usual_python() {
-    local candidate
-    for candidate in "$1/bin/python" python3; do
-        if at_least "$(python_version "$candidate")" "$2"; then
+    local candidate folder=$1 needed=$2
+    shift 2
+    for candidate in "$folder/bin/python" "$@"; do
+        if at_least "$(python_version "$candidate")" "$needed"; then
             command -v "$candidate"
             return
         fi
     done
-    newest_python "$2"
+    newest_python "$needed"
 }
 
 # make_venv PYTHON FOLDER EXTRAS: an environment with ".[EXTRAS]" installed; nothing happens if it is there already.

@@ -20,7 +20,7 @@ from megatrain_jax.report.metrics import read_metrics
 from megatrain_jax.train import settle_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-HELD_OUT_PROMPTS = ("What is the national dish of Spain?", "you are dull", "I PLAY VOLLEYBALL")
+HELD_OUT_PROMPTS = ("Good morning, how are you?", "what is capitalism", "you are dull")
 HELD_OUT_SHARE = 10  # one question of this many
 ANSWER_TOKENS = 32
 PAD = 32  # prompts are padded to a multiple, so that a template is compiled for a few lengths instead of for every one
@@ -97,7 +97,7 @@ def run(overrides: Sequence[str], short: bool) -> None:
     print("fetching SmolLM2-135M-Instruct and dialogues (93 MB, once)", flush=True)
     folder = fetch_quickstart.fetch_model(cache)
     write_split(fetch_quickstart.fetch_dialogues(cache))
-    config = load_config(ROOT / "configs" / "quickstart.yaml", [*overrides, *(SHORT if short else ())])
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [*(SHORT if short else ()), *overrides])
     settle_environment(config)
 
     import megatrain_jax as mt
@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="replaces a value of the configuration"
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     os.chdir(ROOT)
     try:
         run(options.overrides, options.short)

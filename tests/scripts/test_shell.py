@@ -66,9 +66,9 @@ def test_the_environment_that_is_there_is_kept_while_its_python_suffices(machine
     own.parent.mkdir(parents=True)
     own.write_text("#!/bin/sh\necho 3.12\n")
     own.chmod(0o755)
-    assert machine.shell('usual_python "$VENV" 3.11') == str(own)
+    assert machine.shell('usual_python "$VENV" 3.11 python3') == str(own)
     own.write_text("#!/bin/sh\necho 3.10\n")
-    assert machine.shell('usual_python "$VENV" 3.11').endswith("/bin/python3")
+    assert machine.shell('usual_python "$VENV" 3.11 python3').endswith("/bin/python3")
 
 
 @pytest.mark.parametrize("script", ["scripts/test", "scripts/quickstart"])
@@ -87,3 +87,12 @@ def test_on_a_machine_with_a_gpu_the_quickstart_wants_a_python_that_jax_uses_it_
     assert result.returncode == 2 and result.stdout == ""
     assert "Python 3.12" in result.stderr and result.stderr.count("\n") == 1
     assert not (tmp_path / "venv").exists()
+
+
+def test_on_a_machine_with_a_gpu_the_quickstart_takes_the_newest_python(machine):
+    machine.add("nvidia-smi", "echo 'GPU 0: one'")
+    machine.add("python3", "echo 3.12")
+    machine.add("python3.13", '[ "$1" = -c ] && echo 3.13')
+    result = machine.run("bash", "scripts/quickstart")
+    assert result.returncode == 2
+    assert "with Python 3.13" in result.stdout and "python3.13; install the venv module" in result.stderr

@@ -1,26 +1,37 @@
 """Command line: a config in, a trained model out.
 
-    python -m megatrain_jax.train --config configs/quickstart.yaml [section.key=value ...] [--dry-run]
+python -m megatrain_jax.train --config configs/quickstart.yaml [section.key=value ...] [--dry-run]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
+import re
 import sys
-import warnings
+from collections.abc import Sequence
 
 from megatrain_jax.config import Config, UserError, load_config
 
+_KEY = re.compile(
+    rf"((?:{'|'.join(field.name for field in dataclasses.fields(Config))})(?:\.\w+)?): "
+)  # a key of the configuration at the start of a message
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0, or 2 for something that the user can mend."""
+    """Runs the command.
+
+    Returns:
+      Its exit code: 0, also when a signal ended the run and it was saved; 2 for something that the user can mend; 1 for a
+      gradient that is not finite where such steps are not to be skipped; 130 after Ctrl-C with nothing to save.
+    """
     parser = argparse.ArgumentParser(prog="python -m megatrain_jax.train", description="Train a language model.")
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file")
     parser.add_argument("--dry-run", action="store_true", help="read config and data, say what would run, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
         settle_environment(config)
@@ -29,14 +40,25 @@ def main(arguments: list[str] | None = None) -> int:
 
         if options.dry_run:
             prepared = trainer.prepare(config)
-            print("\n".join(trainer.describe(config, prepared)))
-            print(trainer.describe_needs(config, prepared))
-            return 0
-        trainer.Trainer(config).fit()
+            print("\n".join([*trainer.describe(config, prepared), trainer.describe_needs(config, prepared)]))
+        else:
+            trainer.Trainer(config).fit()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _fail(2, locate(str(error), options.config, options.overrides))
+    except ArithmeticError as error:
+        return _fail(1, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
     return 0
+
+
+def locate(message: str, config: str, overrides: Sequence[str]) -> str:
+    """Adds to a message about a key of the configuration where its value comes from, unless it says so already."""
+    found = _KEY.match(message)
+    if found is None or message.endswith(")") and "(in " in message:
+        return message
+    override = next((o for o in reversed(overrides) if o.partition("=")[0].strip() == found[1]), None)
+    return f"{message} (in {config})" if override is None else f"{message} (in the override {override!r})"
 
 
 def settle_environment(config: Config) -> None:
@@ -52,6 +74,7 @@ def settle_environment(config: Config) -> None:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     if config.training.deterministic:
+        # Of two equal flags XLA takes the last one.
         os.environ["XLA_FLAGS"] = f"--xla_gpu_deterministic_ops=true {os.environ.get('XLA_FLAGS', '')}".strip()
     logging.getLogger("absl").setLevel(logging.ERROR)
 
@@ -68,6 +91,11 @@ def pinned_pool_gib(config: Config) -> int:
     tokens = config.training.batch_size * config.training.gradient_accumulation_steps * config.dataset.max_seq_len
     inputs = (len(spec.layers) + 1) * tokens * spec.hidden_size
     return max(8, -(-int(1.25 * itemsize * (spec.num_parameters + inputs)) // 2**30))
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -19,20 +20,21 @@ from megatrain_jax import model as models
 from megatrain_jax.checkpoint import huggingface, state
 from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import chat, loader
-from megatrain_jax.host.optimizer import HostOptimizer, make_schedule, needs_whole_tensors
+from megatrain_jax.host.optimizer import HostOptimizer, choose_layout, make_schedule, make_transformation
+from megatrain_jax.models.blocks import model_tensors
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.spec import Batch, ModelSpec
+from megatrain_jax.report.meter import Meter
 from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
 from megatrain_jax.report.plot import plot_loss
 from megatrain_jax.report.progress import Progress, make_progress
 from megatrain_jax.stream.events import Listener, Recorder
-from megatrain_jax.stream.pipeline import Pipeline, Settings, StepOutcome
+from megatrain_jax.stream.pipeline import Pipeline, Settings
 from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, state_bytes_per_parameter
 from megatrain_jax.stream.transfer import Mesh, make_mesh
 from megatrain_jax.stream.updater import Updater
 
 EVAL_GROUP = 4  # evaluation batches that go through a block together
-_MOMENTS = {"sgd": 1, "lion": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +43,38 @@ class Preparation:
 
     Attributes:
       spec: the model.
+      trained: parameters that are not frozen.
       dataset: tokenised samples.
       batches: the stream of training steps.
       total_steps: of the run.
     """
 
     spec: ModelSpec
+    trained: int
     dataset: loader.DataSet
     batches: loader.TrainLoader
     total_steps: int
+
+
+@dataclasses.dataclass
+class Position:
+    """Where a run is; with the weights and the optimizer's state it is all that a checkpoint holds.
+
+    Attributes:
+      step: steps done. The data follows from it.
+      applied_steps: those that changed the weights. The learning rate follows from it.
+      tokens: trained on so far, without padding.
+      unrecorded: what the meter gathered since the last record.
+    """
+
+    step: int = 0
+    applied_steps: int = 0
+    tokens: int = 0
+    unrecorded: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.step - self.applied_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +84,8 @@ class Summary:
     Attributes:
       step: steps done, of which `skipped` changed nothing.
       loss: of the last step of this process, None if it did none.
-      eval_loss: of the last evaluation, None if there was none.
-      interrupted: whether a signal ended it; it then continues from its checkpoint.
+      eval_loss: of the last evaluation of this process, None if there was none.
+      interrupted: whether a signal ended it before its last step.
       model_dir: the Hugging Face folder, None if none was written.
     """
 
@@ -72,14 +97,26 @@ class Summary:
     model_dir: Path | None
 
 
+# ---------------------------------------------------------------------- before the model is allocated
+
+
 def prepare(config: Config) -> Preparation:
-    """Reads everything but the weights, and refuses what cannot work.
+    """Reads everything but the weights, and refuses what cannot work. No device is touched.
 
     Raises:
       UserError: something in the configuration, the data, the tokenizer or the model's config.json is wrong.
     """
+    training = config.training
     spec = spec_from_config(read_config(config.model.name, config.model.config_overrides))
-    needs_whole_tensors(config.optimizer)
+    choose_layout(config.optimizer, config.model.dtype)
+    trained = sum(
+        math.prod(shape)
+        for name, shape in model_tensors(spec).items()
+        if not any(re.search(pattern, name) for pattern in config.model.freeze)
+    )
+    if not trained:
+        raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
+    _check_output(config, spec, trained)
     tokenizer = chat.load_tokenizer(config.model.tokenizer or config.model.name)
     dataset = loader.prepare(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
     if dataset.sequence_length > spec.max_position_embeddings:
@@ -87,14 +124,44 @@ def prepare(config: Config) -> Preparation:
             f"dataset.max_seq_len: rows of {dataset.sequence_length} tokens are longer than the model's "
             f"{spec.max_position_embeddings} positions; set dataset.max_seq_len={spec.max_position_embeddings}"
         )
-    training = config.training
     batches = loader.TrainLoader(
         dataset, training.batch_size, training.gradient_accumulation_steps, config.seed, config.dataset.shuffle
     )
     total = training.num_steps or math.ceil(training.num_train_epochs * batches.steps_per_epoch)
     make_schedule(training, total)
-    _check_output(config, spec)
-    return Preparation(spec, dataset, batches, total)
+    return Preparation(spec, trained, dataset, batches, total)
+
+
+def _check_output(config: Config, spec: ModelSpec, trained: int) -> None:
+    """Refuses an output folder that the run could not write into at its end."""
+    output, checkpoint = Path(config.output_dir), config.checkpoint
+    parent = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir: '{parent}' is not a writable folder; choose another for '{output}'")
+    final = spec.num_parameters * (2 if checkpoint.save_dtype == "bfloat16" else 4)
+    state_size = int(trained * (4 + _optimizer_bytes(config)))
+    if checkpoint.save_final:
+        huggingface.check_save_folder(output / "model", final)
+    if checkpoint.save_strategy != "no":
+        huggingface.check_save_folder(output / "checkpoint", state_size + final * checkpoint.save_final)
+
+
+def _optimizer_bytes(config: Config) -> float:
+    """Bytes of optimizer state per parameter; tracing asks optax without computing anything."""
+    side = 512
+    tx = make_transformation(config.optimizer, 0.0, lambda step: 0.0, decay=True)
+    made = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct((side, side), np.float32)])
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made) if leaf.ndim) / side**2
+
+
+def _state_bytes(config: Config, own_memory: bool) -> float:
+    """Bytes of host memory that a trained parameter takes."""
+    return state_bytes_per_parameter(
+        config.model.dtype,
+        own_memory=own_memory,
+        optimizer_bytes=_optimizer_bytes(config),
+        split=choose_layout(config.optimizer, config.model.dtype) == "split",
+    )
 
 
 def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
@@ -103,13 +170,14 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
     return make_plan(
         prepared.spec,
         config.memory,
+        trained=prepared.trained,
         batch_size=training.batch_size,
         seq=prepared.dataset.sequence_length,
         micro_batches=training.gradient_accumulation_steps,
         dtype=config.model.dtype,
         devices=mesh.size,
         own_memory=mesh.has_own_memory,
-        moments=_MOMENTS.get(config.optimizer.type, 2),
+        state_bytes=_state_bytes(config, mesh.has_own_memory),
         hold_gradients=bool(training.max_grad_norm) or training.skip_nonfinite,
         device_bytes=mesh.memory_bytes(),
         host_bytes=host_memory(),
@@ -120,9 +188,11 @@ def describe(config: Config, prepared: Preparation) -> list[str]:
     """The run in a few lines a person can check."""
     spec, data, training = prepared.spec, prepared.dataset, config.training
     stats = data.train_statistics
+    frozen = spec.num_parameters - prepared.trained
     lines = [
-        f"model      {spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {len(spec.layers)} layers, "
-        f"{config.model.dtype}, {config.model.init} ({config.model.name})",
+        f"model      {spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters"
+        + (f" ({frozen / 1e6:,.1f} M frozen)" if frozen else "")
+        + f", {len(spec.layers)} layers, {config.model.dtype}, {config.model.init} ({config.model.name})",
         f"data       {stats.samples:,} samples ({data.format}), {stats.tokens:,} tokens, "
         f"{stats.supervised_tokens / max(stats.tokens, 1):.0%} supervised, rows of {data.sequence_length}",
     ]
@@ -143,13 +213,11 @@ def describe(config: Config, prepared: Preparation) -> list[str]:
 
 def describe_needs(config: Config, prepared: Preparation) -> str:
     """Host memory of the run, from arithmetic alone: no device is touched."""
-    own_memory = config.model.device != "cpu"
-    moments = _MOMENTS.get(config.optimizer.type, 2)
-    each = state_bytes_per_parameter(config.model.dtype, own_memory=own_memory, moments=moments)
-    return f"memory     host {each * prepared.spec.num_parameters / GIB:.2f} GiB for weights and optimizer ({each} B/parameter)"
+    each = _state_bytes(config, own_memory=config.model.device != "cpu")
+    return f"memory     host {each * prepared.trained / GIB:.2f} GiB for weights and optimizer ({each:.3g} B/parameter)"
 
 
-def describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> str:
+def _describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> str:
     where = "in host memory" if p.offload_activations else "on the device"
     groups = "" if p.group_size == micro_batches else f", micro-batches in groups of {p.group_size}"
     return (
@@ -157,6 +225,9 @@ def describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> str:
         f"{p.device / GIB:.2f} GiB, block inputs {where} ({p.activations / GIB:.2f} GiB{groups}); "
         f"{mesh.size} x {mesh.devices[0].device_kind}"
     )
+
+
+# ---------------------------------------------------------------------- the run
 
 
 class Trainer:
@@ -180,222 +251,187 @@ class Trainer:
           NonFiniteError: the gradient is not finite and the configuration says not to skip such steps.
         """
         config = self.config
+
+        # Whatever can be refused is refused here, the cheapest first, before anything is written.
         prepared = prepare(config)
+        resume = self._find_checkpoint(prepared.total_steps)
         mesh = make_mesh(config.model.device)
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
         p = plan(config, prepared, mesh)
-        resume = self._find_checkpoint()
         model = models.load_for_training(config, mesh)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
-        if not model.store.num_trainable:
-            raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train")
-        done = {"step": 0, "applied_steps": 0, "tokens": 0}
-        if resume:
-            done = state.load(resume, model.store)
+        at = Position(**state.load(resume, model.store)) if resume else Position()
+
         self._output.mkdir(parents=True, exist_ok=True)
         config.dump(self._output / "config.yaml")
-        with (
-            MetricsLog(self._output / "metrics.jsonl", done["step"] if resume else None) as metrics,
-            make_progress(config.logging.progress, prepared.total_steps, done["step"]) as progress,
-            _stop_signals() as stop,
-        ):
-            for line in [*describe(config, prepared), describe_plan(p, config.training.gradient_accumulation_steps, mesh)]:
-                progress.message(line)
-            if resume:
-                progress.message(f"resumed    from {resume.name}, step {done['step']}")
-            return self._run(model, optimizer, prepared, p, done, metrics, progress, stop)
-
-    def _run(self, model, optimizer, prepared, p: Plan, done, metrics, progress, stop: _Stop) -> Summary:
-        config, training = self.config, self.config.training
         record = Recorder(self._listener)
         updater = Updater(model.store, optimizer, record)
-        settings = Settings(p.group_size, p.offload_activations, training.max_grad_norm, training.skip_nonfinite)
+        settings = Settings(
+            p.group_size, p.offload_activations, config.training.max_grad_norm, config.training.skip_nonfinite
+        )
         pipeline = Pipeline(model.store, model.run, settings, record, updater)
-        evaluator = Evaluator(config, prepared.dataset, pipeline)
-        meter = Meter(config.logging.log_interval)
-        step, applied, tokens = done["step"], done["applied_steps"], done["tokens"]
-        last_loss, saved = None, step if step else None
-
-        def save_state() -> None:
-            nonlocal saved
-            updater.drain()
-            folder = self._output / f"checkpoint-{step}"
-            started = time.perf_counter()
-            state.save(folder, model.store, {"step": step, "applied_steps": applied, "tokens": tokens})
-            state.prune(self._output, config.checkpoint.save_total_limit)
-            saved = step
-            progress.message(f"saved      {folder.name} in {time.perf_counter() - started:.1f} s")
-
-        with contextlib.closing(record), contextlib.closing(updater):
-            if config.eval.eval_on_start and step == 0:
-                evaluator.run(step, metrics, progress)
-            steps = prepared.batches.steps(step, prepared.total_steps)
-            with contextlib.closing(steps):
-                while step < prepared.total_steps and not stop.requested:
-                    meter.start()
-                    micro_batches = next(steps)
-                    meter.data_ready()
-                    outcome = pipeline.train_step(micro_batches)
-                    rate = optimizer.learning_rate(applied)
-                    step, applied, last_loss = step + 1, applied + outcome.applied, outcome.loss
-                    tokens += meter.add(micro_batches, outcome)
-                    if step % config.logging.log_interval == 0 or step == prepared.total_steps:
-                        line = meter.record(step, rate, skipped=step - applied)
-                        line["tokens"] = tokens
-                        line["device_peak_bytes"] = model.run.mesh.peak_bytes()
-                        metrics.write(line)
-                        progress.step(line)
-                    if evaluator.is_due(step, prepared.batches.steps_per_epoch):
-                        evaluator.run(step, metrics, progress)
-                    if self._save_is_due(step, prepared) and step < prepared.total_steps:
-                        save_state()
-            if config.checkpoint.save_strategy != "no" and saved != step:
-                save_state()
-            updater.drain()
-        folder = None
-        if stop.requested and step < prepared.total_steps:
-            progress.message(f"stopped    at step {step} by {stop.requested}; the same command continues")
-        else:
-            if evaluator.wanted and evaluator.last_step != step:
-                evaluator.run(step, metrics, progress)
-            if config.checkpoint.save_final:
-                folder = self._output / "model"
-                checkpoint = config.checkpoint
-                models.save(model, folder, dtype=checkpoint.save_dtype, max_shard_size=checkpoint.max_shard_size)
-                progress.message(f"saved      {folder}, for transformers")
+        with (
+            MetricsLog(self._output / "metrics.jsonl", at.step if resume else None) as metrics,
+            make_progress(config.logging.progress, prepared.total_steps, at.step) as progress,
+            contextlib.closing(record),
+            contextlib.closing(updater),
+            _stop_signals() as stop,
+        ):
+            for line in [
+                *describe(config, prepared),
+                _describe_plan(p, config.training.gradient_accumulation_steps, mesh),
+            ]:
+                progress.message(line)
+            if resume:
+                progress.message(f"resumed    from {resume.name}, step {at.step}")
+            evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
+            loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop)
+            interrupted, folder = at.step < prepared.total_steps, None
+            if interrupted:
+                progress.message(f"stopped    at step {at.step} by {stop.signal}; {self._remedy()}")
+            elif config.checkpoint.save_final:
+                folder = self._save_model(model, progress)
         plot_loss(self._output / "metrics.jsonl", self._output / "loss.png")
-        return Summary(step, step - applied, last_loss, evaluator.last_loss, bool(stop.requested), folder)
+        return Summary(at.step, at.skipped_steps, loss, evaluator.last_loss, interrupted, folder)
+
+    def _train(self, at: Position, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop):
+        """The loop. Moves `at` on, leaves no update pending; returns the loss of the last step, None if there was none."""
+        config, total, loss, saved = self.config, prepared.total_steps, None, at.step
+        meter = Meter(at.unrecorded)
+        if at.step == 0 and config.eval.eval_on_start:
+            evaluator.run(0)
+        with contextlib.closing(prepared.batches.steps(at.step, total)) as steps:
+            while at.step < total and not stop.signal:
+                # ---- a step
+                meter.start()
+                micro_batches = next(steps)
+                meter.data_ready()
+                rate = optimizer.learning_rate(at.applied_steps)
+                outcome = pipeline.train_step(micro_batches)
+                loss, tokens = outcome.loss, _count(micro_batches, "segment_ids")
+                at.step += 1
+                at.applied_steps += outcome.applied
+                at.tokens += tokens
+
+                # ---- metrics
+                meter.finish(
+                    loss=loss,
+                    grad_norm=outcome.grad_norm,
+                    tokens=tokens,
+                    supervised_tokens=_count(micro_batches, "loss_weights"),
+                    seconds=outcome.seconds,
+                )
+                if at.step % config.logging.log_interval == 0 or at.step == total:
+                    line = {"step": at.step, **meter.record(), "learning_rate": rate, "tokens": at.tokens}
+                    line |= {"skipped_steps": at.skipped_steps, "host_peak_bytes": host_peak_bytes()}
+                    line |= {"device_peak_bytes": pipeline.run.mesh.peak_bytes()}
+                    metrics.write(line)
+                    progress.step(line)
+                at.unrecorded = meter.carried()
+
+                # ---- evaluation; before the checkpoint of the same step, so that a resumed run need not repeat it
+                if evaluator.is_due(at.step):
+                    evaluator.run(at.step)
+
+                # ---- checkpoint
+                if self._save_is_due(at.step, prepared):
+                    updater.drain()
+                    self._save_state(pipeline.store, at, progress)
+                    saved = at.step
+        updater.drain()
+        if saved != at.step and config.checkpoint.save_strategy != "no":
+            self._save_state(pipeline.store, at, progress)
+        return loss
 
     def _save_is_due(self, step: int, prepared: Preparation) -> bool:
-        every = {
-            "steps": self.config.checkpoint.save_steps,
-            "epoch": prepared.batches.steps_per_epoch,
-        }.get(self.config.checkpoint.save_strategy)
+        strategy, per_epoch = self.config.checkpoint.save_strategy, prepared.batches.steps_per_epoch
+        every = {"steps": self.config.checkpoint.save_steps, "epoch": per_epoch}.get(strategy)
         return every is not None and step % every == 0
 
-    def _find_checkpoint(self) -> Path | None:
-        wanted = self.config.training.resume_from_checkpoint
-        if wanted == "none":
-            return None
-        if wanted != "auto":
-            state.read_meta(Path(wanted))
-            return Path(wanted)
-        found = state.checkpoints(self._output)
-        return found[-1] if found else None
+    def _save_state(self, store, at: Position, progress: Progress) -> None:
+        started, folder = time.perf_counter(), self._output / f"checkpoint-{at.step}"
+        state.save(folder, store, dataclasses.asdict(at))
+        state.prune(self._output, self.config.checkpoint.save_total_limit)
+        progress.message(f"saved      {folder.name} in {time.perf_counter() - started:.1f} s")
+
+    def _save_model(self, model: models.Model, progress: Progress) -> Path:
+        config, folder = self.config, self._output / "model"
+        if config.model.tokenizer:
+            model = dataclasses.replace(model, source=Path(config.model.tokenizer))
+        models.save(model, folder, dtype=config.checkpoint.save_dtype, max_shard_size=config.checkpoint.max_shard_size)
+        progress.message(f"saved      {folder}, for transformers")
+        return folder
+
+    def _find_checkpoint(self, total_steps: int) -> Path | None:
+        """The checkpoint to continue from. What is left must lead to one history: no later checkpoint may stand there."""
+        key, wanted = "training.resume_from_checkpoint", self.config.training.resume_from_checkpoint
+        there = state.checkpoints(self._output)
+        found = (there[-1] if there else None) if wanted == "auto" else None if wanted == "none" else Path(wanted)
+        step = state.read_meta(found)["step"] if found else 0
+        if step > total_steps:
+            raise UserError(
+                f"{key}: '{found}' is at step {step} and the run ends at {total_steps}; raise training.num_steps"
+            )
+        for path in there:
+            if state.read_meta(path)["step"] > step:
+                raise UserError(
+                    f"{key}: {wanted} starts at step {step}, and '{path}' of an earlier run is there; "
+                    "delete it, set auto to continue from it, or choose another output_dir"
+                )
+        return found
+
+    def _remedy(self) -> str:
+        if self.config.checkpoint.save_strategy == "no":
+            return "nothing was saved (checkpoint.save_strategy: no)"
+        if self.config.training.resume_from_checkpoint == "auto":
+            return "the same command continues"
+        return "training.resume_from_checkpoint=auto continues"
+
+
+def _count(batches: list[Batch], field: str) -> int:
+    return sum(int(np.count_nonzero(getattr(batch, field))) for batch in batches)
 
 
 class Evaluator:
     """Scores the held-out samples.
 
     Attributes:
-      wanted: whether the configuration asks for evaluation.
-      last_step, last_loss: of the last evaluation, None before the first.
+      last_loss: of the last evaluation, None before the first.
     """
 
-    def __init__(self, config: Config, dataset: loader.DataSet, pipeline: Pipeline):
-        self._config, self._dataset, self._pipeline = config, dataset, pipeline
-        self.wanted = bool(dataset.eval) and (config.eval.eval_strategy != "no" or config.eval.eval_on_start)
-        self.last_step: int | None = None
+    def __init__(
+        self, config: Config, prepared: Preparation, pipeline: Pipeline, metrics: MetricsLog, progress: Progress
+    ):
+        self._config, self._prepared, self._pipeline = config, prepared, pipeline
+        self._metrics, self._progress = metrics, progress
         self.last_loss: float | None = None
 
-    def is_due(self, step: int, steps_per_epoch: int) -> bool:
-        every = {"steps": self._config.eval.eval_steps, "epoch": steps_per_epoch}.get(self._config.eval.eval_strategy)
-        return self.wanted and every is not None and step % every == 0
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after `step`; after the last one always, if there is evaluation at all."""
+        config = self._config.eval
+        if config.eval_strategy == "no" and not config.eval_on_start:
+            return False
+        every = {"steps": config.eval_steps, "epoch": self._prepared.batches.steps_per_epoch}.get(config.eval_strategy)
+        return step == self._prepared.total_steps or (every is not None and step % every == 0)
 
-    def run(self, step: int, metrics: MetricsLog, progress: Progress) -> None:
-        started = time.perf_counter()
-        size = self._config.eval.eval_batch_size or self._config.training.batch_size
-        batches = loader.eval_batches(self._dataset, size, self._config.eval.max_eval_batches)
-        total, weight = 0.0, 0.0
+    def run(self, step: int) -> None:
+        """Records the mean loss over all supervised tokens, whatever the batch size, and its perplexity."""
+        config, started = self._config, time.perf_counter()
+        size = config.eval.eval_batch_size or config.training.batch_size
+        batches = loader.eval_batches(self._prepared.dataset, size, config.eval.max_eval_batches)
+        total = weight = 0.0
         for group in _groups(batches, EVAL_GROUP):
             total += self._pipeline.losses(group)
-            weight += sum(float(batch.loss_weights.sum()) for batch in group)
+            weight += sum(float(batch.loss_weights.sum(dtype=np.float64)) for batch in group)
         loss = total / weight
         perplexity = math.exp(loss) if loss < 700 else math.inf
         seconds = time.perf_counter() - started
-        metrics.write({"step": step, "eval_loss": loss, "perplexity": perplexity, "eval_seconds": seconds})
-        progress.message(f"eval       step {step}: loss {loss:.4f}, perplexity {perplexity:.2f} ({seconds:.1f} s)")
-        self.last_step, self.last_loss = step, loss
-
-
-class Meter:
-    """What a step cost and learned, averaged between two records. Tokens are real ones, padding is never counted."""
-
-    def __init__(self, log_interval: int):
-        self._interval = log_interval
-        self._began: float | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        self._losses: list[float] = []
-        self._tokens = self._supervised = 0
-        self._norm = math.nan
-        self._seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        self._began = time.perf_counter()
-
-    def data_ready(self) -> None:
-        self._count("data_wait", time.perf_counter() - self._began)
-
-    def _count(self, what: str, seconds: float) -> None:
-        self._seconds[what] = self._seconds.get(what, 0.0) + seconds
-
-    def add(self, micro_batches: list[Batch], outcome: StepOutcome) -> int:
-        """Takes in a step; returns its number of tokens."""
-        for what, seconds in outcome.seconds.items():
-            self._count(what, seconds)
-        self._count("step", time.perf_counter() - self._began)
-        tokens = sum(int(np.count_nonzero(batch.segment_ids)) for batch in micro_batches)
-        self._tokens += tokens
-        self._supervised += sum(int(np.count_nonzero(batch.loss_weights)) for batch in micro_batches)
-        self._losses.append(outcome.loss)
-        self._norm = outcome.grad_norm
-        return tokens
-
-    def record(self, step: int, learning_rate: float, *, skipped: int) -> dict[str, Any]:
-        """The means since the last record: seconds a step, loss, tokens a second of step time."""
-        count = len(self._losses)
-        line = {
-            "step": step,
-            "loss": sum(self._losses) / count,
-            "learning_rate": learning_rate,
-            "grad_norm": self._norm,
-            "tokens_per_second": self._tokens / self._seconds["step"],
-            "supervised_share": self._supervised / max(self._tokens, 1),
-            "skipped_steps": skipped,
-            "seconds": {what: seconds / count for what, seconds in self._seconds.items()},
-            "host_peak_bytes": host_peak_bytes(),
-        }
-        self._reset()
-        return line
-
-
-class _Stop:
-    """Set by the first SIGTERM or SIGINT; the second one acts at once."""
-
-    requested: str | None = None
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    stop, before = _Stop(), {}
-
-    def on_signal(number, _frame):
-        stop.requested = signal.Signals(number).name
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    with contextlib.suppress(ValueError):  # not the main thread: the caller keeps its handlers
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        self._metrics.write({"step": step, "eval_loss": loss, "perplexity": perplexity, "eval_seconds": seconds})
+        self._progress.message(
+            f"eval       step {step}: loss {loss:.4f}, perplexity {perplexity:.2f} ({seconds:.1f} s)"
+        )
+        self.last_loss = loss
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
@@ -409,13 +445,26 @@ def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
         yield group
 
 
-def _check_output(config: Config, spec: ModelSpec) -> None:
-    """Refuses an output folder that the run could not write at its end."""
-    output = Path(config.output_dir)
-    parent = next(folder for folder in (output, *output.resolve().parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir: '{parent}' is not a writable folder; choose another for '{output}'")
-    huggingface.parse_size(config.checkpoint.max_shard_size)
-    if config.checkpoint.save_final:
-        size = spec.num_parameters * (2 if config.checkpoint.save_dtype == "bfloat16" else 4)
-        huggingface.check_save_folder(output / "model", size)
+class _Stop:
+    """Name of the first SIGTERM or SIGINT, None before it; the second one acts at once."""
+
+    signal: str | None = None
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[_Stop]:
+    stop, before = _Stop(), {}
+
+    def on_signal(number, _frame):
+        stop.signal = signal.Signals(number).name
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    with contextlib.suppress(ValueError):  # not the main thread: the caller keeps its handlers
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

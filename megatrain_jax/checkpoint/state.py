@@ -1,13 +1,14 @@
 """The full training state on disk through Orbax, block by block.
 
 A checkpoint is a folder ``checkpoint-N`` with one Orbax tree a block and ``meta.json``. It is written beside its final
-name and renamed when everything is there, so a folder of that name is whole. Arrays have their logical shapes: the
-layout of the store, and the number of devices, may differ when it is read.
+name and renamed when everything is there, and renamed away before it is deleted, so a folder of that name is whole.
+Arrays have their logical shapes: the layout of the store, and the number of devices, may differ when it is read.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -18,10 +19,15 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from megatrain_jax.config import UserError
-from megatrain_jax.host.store import HostStore, HostTensor
+from megatrain_jax.host.store import HostStore
 
 _NAME = re.compile(r"checkpoint-(\d+)")
-_FORMAT = 1
+_PARTIAL = ".partial"  # ends the name of a folder that is being written or deleted
+_FORMAT = 2
+_KEY = "training.resume_from_checkpoint"
+
+# Orbax warns of each block that there is nothing to merge, which is so because OCDBT is off.
+logging.getLogger("absl").addFilter(lambda record: "Skipping merge of OCDBT" not in record.getMessage())
 
 
 def save(folder: Path, store: HostStore, meta: Mapping[str, Any]) -> None:
@@ -35,23 +41,29 @@ def save(folder: Path, store: HostStore, meta: Mapping[str, Any]) -> None:
       meta: plain values that `load` returns.
 
     Raises:
-      UserError: the folder cannot be written.
+      UserError: the folder cannot be written; what was there before still is.
     """
-    part = folder.with_name(f"{folder.name}.writing")
+    part = folder.with_name(folder.name + _PARTIAL)
+    keys: dict[str, list[str]] = {}
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        for left_over in folder.parent.glob(f"checkpoint-*{_PARTIAL}"):
+            shutil.rmtree(left_over)
         part.mkdir(parents=True)
         for block in range(len(store.blocks)):
-            if tensors := _tensors(store, block):
-                _checkpointer().save(part / _block_name(block), [list(t.state_arrays().values()) for t in tensors])
+            arrays = {tensor.name: tensor.state_arrays() for tensor in store.owned(block).values()}
+            if arrays:
+                keys |= {name: list(state) for name, state in arrays.items()}
+                _orbax().save(part / _block_name(block), [list(state.values()) for state in arrays.values()])
+        content = {"format": _FORMAT, "shapes": _shapes(store), "keys": keys, "meta": dict(meta)}
         with open(part / "meta.json", "w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT, **meta}, file)
+            json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
-    except OSError as error:
-        raise UserError(f"cannot save the checkpoint '{folder}': {error.strerror or error}") from error
+        os.rename(part, folder)
+    except (OSError, ValueError) as error:  # TensorStore reports a full disk as a ValueError
+        shutil.rmtree(part, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise UserError(f"cannot save the checkpoint '{folder}': {reason}; free space there and resume") from error
 
 
 def load(folder: Path, store: HostStore) -> dict[str, Any]:
@@ -60,54 +72,76 @@ def load(folder: Path, store: HostStore) -> dict[str, Any]:
     Raises:
       UserError: it is not a whole checkpoint, or one of another model, optimizer or set of frozen tensors.
     """
-    meta = read_meta(folder)
+    content = _read(folder)
+    saved, expected = content["shapes"], _shapes(store)
+    if saved != expected:
+        name = next(n for n in (*expected, *saved) if saved.get(n) != expected.get(n))
+        raise UserError(
+            f"{_KEY}: '{folder}' is of another model or other model.freeze: {name} is {_found(saved, name)} there and "
+            f"{_found(expected, name)} here; choose another output_dir"
+        )
     for block in range(len(store.blocks)):
-        tensors = _tensors(store, block)
-        path = folder / _block_name(block)
-        if path.is_dir() != bool(tensors):
-            raise UserError(f"'{folder}' is of another model or other model.freeze: block {block} does not match")
+        tensors = store.owned(block).values()
         if not tensors:
             continue
-        saved = _checkpointer().restore(path)
         try:
-            for tensor, arrays in zip(tensors, saved, strict=True):
-                keys = list(tensor.state_arrays())
-                tensor.load_state_arrays(dict(zip(keys, arrays, strict=True)))
-        except (ValueError, KeyError) as error:
-            raise UserError(f"'{folder}' is of another model or optimizer: {error}") from error
-    return meta
+            states = _orbax().restore(folder / _block_name(block))
+            for tensor, arrays in zip(tensors, states, strict=True):
+                tensor.load_state_arrays(dict(zip(content["keys"][tensor.name], arrays, strict=True)))
+        except KeyError as error:
+            raise UserError(f"{_KEY}: '{folder}' is of another optimizer: {error.args[0]}") from error
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{_KEY}: '{folder}' is damaged, delete it to resume from an older one: {reason}"
+            ) from error
+    return content["meta"]
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint. Raises UserError if there is no whole checkpoint."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"training.resume_from_checkpoint: '{folder}' is not a whole checkpoint ({error})") from None
-    if meta.pop("format", None) != _FORMAT:
-        raise UserError(f"training.resume_from_checkpoint: '{folder}' was written by another version")
-    return meta
+    """What was given to `save` as `meta`. Raises UserError if the folder is no whole checkpoint of this version."""
+    return _read(folder)["meta"]
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Whole checkpoints of a run, oldest first, by number."""
-    found = [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted((p for p in found if (p / "meta.json").exists()), key=lambda p: int(_NAME.fullmatch(p.name)[1]))
+    found = {int(m[1]): path for path in output_dir.glob("checkpoint-*") if (m := _NAME.fullmatch(path.name))}
+    return [found[number] for number in sorted(found) if (found[number] / "meta.json").is_file()]
 
 
 def prune(output_dir: Path, limit: int | None) -> None:
-    """Deletes all but the newest `limit` checkpoints."""
+    """Deletes all but the newest `limit` checkpoints; None keeps all."""
     for path in checkpoints(output_dir)[: -limit if limit else 0]:
-        shutil.rmtree(path)
+        going = path.with_name(path.name + _PARTIAL)
+        os.rename(path, going)
+        shutil.rmtree(going)
 
 
-def _tensors(store: HostStore, block: int) -> list[HostTensor]:
-    return list(store.owned(block).values())
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(
+            f"{_KEY}: '{folder}' is not a whole checkpoint; give a folder checkpoint-N, auto or none"
+        ) from None
+    if content.get("format") != _FORMAT:
+        raise UserError(f"{_KEY}: '{folder}' was written by another version; choose another output_dir")
+    return content
+
+
+def _shapes(store: HostStore) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in store.tensors.items() if tensor.trainable}
+
+
+def _found(shapes: Mapping[str, list[int]], name: str) -> str:
+    return str(shapes[name]) if name in shapes else "not trained"
 
 
 def _block_name(block: int) -> str:
     return f"block-{block:05d}"
 
 
-def _checkpointer() -> ocp.PyTreeCheckpointer:
-    return ocp.PyTreeCheckpointer()
+def _orbax() -> ocp.PyTreeCheckpointer:
+    # Weights do not compress. One file an array without compression is three times as fast as Orbax's defaults
+    # (262 against 82 MB/s of a 300 MB tree on two busy cores).
+    return ocp.PyTreeCheckpointer(use_ocdbt=False, use_compression=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -19,10 +20,11 @@ class Plan:
     Attributes:
       group_size: micro-batches that go through a block together.
       offload_activations: block inputs wait in host memory.
-      state: master weights, moments and wire in host memory.
-      gradients: held in host memory until the clip scale is known, and sums over groups.
+      state: master weights, moments and wire, in host memory.
+      gradients: held in host memory until the clip scale is known, or summed there over groups.
       activations: kept block inputs of one group.
       working: the most that the device holds besides those.
+      host, device: the sums. Where host and device are one memory, `host` is everything.
     """
 
     group_size: int
@@ -31,20 +33,21 @@ class Plan:
     gradients: int
     activations: int
     working: int
-
-    @property
-    def host(self) -> int:
-        return self.state + self.gradients + self.activations * self.offload_activations
-
-    @property
-    def device(self) -> int:
-        return self.working + self.activations * (not self.offload_activations)
+    host: int
+    device: int
 
 
-def state_bytes_per_parameter(dtype: str, *, own_memory: bool, moments: int) -> int:
-    """Host bytes of one trained parameter: float32 master and moments, and the wire where it is not the master itself."""
+def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: float, split: bool) -> float:
+    """Host bytes of one trained parameter: master, optimizer state, and the wire where it is not part of the master.
+
+    Args:
+      dtype: "bfloat16" or "float32", of the wire.
+      own_memory: whether the wire crosses a link, for which it is a copy of its own.
+      optimizer_bytes: of the optimizer's state.
+      split: the wire is half of the master.
+    """
     wire = 2 if dtype == "bfloat16" else 4 * own_memory
-    return 4 * (1 + moments) + wire
+    return (2 if split else 4) + wire + optimizer_bytes
 
 
 def working_bytes(spec: ModelSpec, *, rows: int, seq: int, itemsize: int, loss_tile: int, accumulate: bool) -> int:
@@ -63,13 +66,14 @@ def make_plan(
     spec: ModelSpec,
     memory: MemoryConfig,
     *,
+    trained: int,
     batch_size: int,
     seq: int,
     micro_batches: int,
     dtype: str,
     devices: int,
     own_memory: bool,
-    moments: int,
+    state_bytes: float,
     hold_gradients: bool,
     device_bytes: int | None,
     host_bytes: int | None,
@@ -77,68 +81,99 @@ def make_plan(
     """Decides where block inputs wait, and how many micro-batches run together.
 
     Args:
-      spec: the model, taken as trained whole.
+      spec: the model.
       memory: budgets and `offload_activations`.
+      trained: parameters that are not frozen.
       batch_size, seq: of a micro-batch, over all devices.
       micro_batches: in a step.
       dtype: "bfloat16" or "float32".
       devices: that share a micro-batch.
       own_memory: whether they have memory of their own, so that offloading means something.
-      moments: float32 values of optimizer state per parameter.
+      state_bytes: of one trained parameter; see `state_bytes_per_parameter`.
       hold_gradients: whether updates wait for the end of backward.
       device_bytes, host_bytes: what is free, None if unknown; a budget in `memory` wins.
 
     Raises:
-      UserError: one micro-batch does not fit; the message has the figures.
+      UserError: the weights, or one micro-batch, do not fit; the message has the figures.
     """
     itemsize = 2 if dtype == "bfloat16" else 4
     rows = math.ceil(batch_size / devices)
-    device = device_bytes if memory.device_budget == "auto" else int(memory.device_budget * GIB)
-    host = host_bytes if memory.host_budget == "auto" else int(memory.host_budget * GIB)
-    state = spec.num_parameters * state_bytes_per_parameter(dtype, own_memory=own_memory, moments=moments)
-    held = spec.num_parameters * itemsize * hold_gradients
-    one = (len(spec.layers) + 1) * rows * seq * spec.hidden_size * itemsize
+    host_budget, device_budget = _budget(memory.host_budget, host_bytes), _budget(memory.device_budget, device_bytes)
+    state = int(trained * state_bytes) + (spec.num_parameters - trained) * itemsize
     working = working_bytes(
         spec, rows=rows, seq=seq, itemsize=itemsize, loss_tile=memory.loss_tile, accumulate=micro_batches > 1
     )
-    room = math.inf if device is None else device - working
-    if own_memory and room < 0:
-        raise UserError(
-            f"training.batch_size: a micro-batch of {rows} x {seq} tokens needs about {working / GIB:.1f} GiB beside its kept "
-            f"inputs and the device has {device / GIB:.1f} GiB; lower training.batch_size or dataset.max_seq_len"
+    input_bytes = (len(spec.layers) + 1) * rows * seq * spec.hidden_size * itemsize
+
+    def sized(group: int, offload: bool) -> Plan:
+        kept = group * input_bytes
+        # Held as they came, or summed in float32 over the groups.
+        gradients = trained * itemsize * hold_gradients if group == micro_batches else trained * 4
+        host = state + gradients + kept * devices * offload
+        device = working + kept * (not offload)
+        # Without a memory of its own, what the device takes is the host's.
+        return Plan(group, offload, state, gradients, kept, working, host + device * (not own_memory), device)
+
+    groups = range(micro_batches, 0, -1)
+    on_device, in_host = ([sized(group, offload) for group in groups] for offload in (False, True))
+    if not own_memory or memory.offload_activations is False:
+        choices = on_device
+    elif memory.offload_activations is True:
+        choices = in_host
+    else:
+        choices = [on_device[0], *in_host, *on_device[1:]]
+    for plan in choices:
+        if plan.host <= host_budget and plan.device <= device_budget:
+            return plan
+    raise _refusal(choices[-1], host_budget, device_budget, f"{rows} x {seq} tokens")
+
+
+def _budget(setting: str | float, free: int | None) -> float:
+    if setting != "auto":
+        return setting * GIB
+    return math.inf if free is None else free
+
+
+def _refusal(least: Plan, host: float, device: float, batch: str) -> UserError:
+    """Why not even the plan that needs least can be had."""
+    gib = lambda size: f"{size / GIB:.3g} GiB"  # noqa: E731
+    if least.state + least.gradients > host:
+        return UserError(
+            f"memory.host_budget: {gib(least.state)} for weights and optimizer and {gib(least.gradients)} for gradients are "
+            f"needed, and there are {gib(host)} of host memory; take a smaller model, freeze more of it (model.freeze), or "
+            "an optimizer with less state (optimizer.type: lion or sgd)"
         )
-    fits = micro_batches * one <= room
-    offload = own_memory and (not fits if memory.offload_activations == "auto" else bool(memory.offload_activations))
-    if offload or not own_memory:
-        room = math.inf if host is None else host - state - held
-    group = micro_batches if micro_batches * one * (devices if offload else 1) <= room else int(max(room, 0) // one)
-    if group < 1 and (offload or own_memory or memory.host_budget != "auto"):
-        where, budget = ("host", host) if offload or not own_memory else ("device", device)
-        raise UserError(
-            f"memory.{where}_budget: the kept inputs of one micro-batch need {one / GIB:.2f} GiB and {max(room, 0) / GIB:.2f} of "
-            f"{budget / GIB:.1f} GiB are left; lower training.batch_size or dataset.max_seq_len, or raise the budget"
-        )
-    group = max(group, 1)
-    grouped = group < micro_batches
-    return Plan(
-        group_size=group,
-        offload_activations=offload,
-        state=state,
-        gradients=held + (spec.num_parameters * 4 if grouped else 0),
-        activations=group * one,
-        working=working,
+    where, needed, there = ("host", least.host, host) if least.host > host else ("device", least.device, device)
+    return UserError(
+        f"memory.{where}_budget: a micro-batch of {batch} a device needs {gib(needed)} of {where} memory, of it "
+        f"{gib(least.activations)} for kept block inputs and {gib(least.working)} for work on a block, and there are "
+        f"{gib(there)}; lower training.batch_size or dataset.max_seq_len, or raise the budget"
     )
 
 
 def host_memory() -> int | None:
-    """Bytes of host memory that this process may use: the machine's, or its container's if that is less."""
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path, encoding="ascii") as file:
-                limits.append(int(file.read()))
-        except (OSError, ValueError):
-            continue
-    if hasattr(os, "sysconf"):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(limits, default=None)
+    """Bytes of host memory that this process can still take: of the machine, or of its container if that is less."""
+    free = []
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        free.append(_fields("/proc/meminfo")["MemAvailable"] * 1024)
+    for limit, used, reclaimable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            folder = os.path.dirname(f"/sys/fs/cgroup/{limit}")
+            cache = _fields(f"{folder}/memory.stat")[reclaimable]
+            free.append(_number(f"/sys/fs/cgroup/{limit}") - _number(f"/sys/fs/cgroup/{used}") + cache)
+    return max(min(free), 0) if free else None
+
+
+def _number(path: str) -> int:
+    with open(path, encoding="ascii") as file:
+        return int(file.read())
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Numbers of a file with a name and a number on each line."""
+    with open(path, encoding="ascii") as file:
+        rows = (line.replace(":", " ").split() for line in file)
+        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -1,0 +1,179 @@
+"""A run that was interrupted ends as one that was not, bit for bit."""
+
+import re
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import megatrain_jax as mt
+from megatrain_jax.config import UserError
+from megatrain_jax.data import loader
+from tests.end_to_end.conftest import ROOT, records, saved_weights, write_model
+
+slow = pytest.mark.exhaustive
+
+
+def final_state(out, step):
+    """Every array of a checkpoint: masters and optimizer state."""
+    blocks = sorted((out / f"checkpoint-{step}").glob("block-*"))
+    assert blocks
+    return {
+        (block.name, i, j): array
+        for block in blocks
+        for i, arrays in enumerate(ocp.PyTreeCheckpointer(use_ocdbt=False).restore(block))
+        for j, array in enumerate(arrays)
+    }
+
+
+def assert_same_end(a, b, step):
+    first, second = final_state(a, step), final_state(b, step)
+    assert first.keys() == second.keys()
+    for key in first:
+        assert first[key].tobytes() == second[key].tobytes(), key
+    for name, value in saved_weights(a).items():
+        assert value.tobytes() == saved_weights(b)[name].tobytes(), name
+    assert records(a) == records(b)
+
+
+def plant_nan(monkeypatch, step):
+    whole = loader.TrainLoader.step
+
+    def poisoned(self, n):
+        batches = whole(self, n)
+        if n == step:
+            weights = batches[-1].loss_weights.copy()
+            weights[0, np.flatnonzero(weights[0])[0]] = np.nan
+            batches[-1] = batches[-1]._replace(loss_weights=weights)
+        return batches
+
+    monkeypatch.setattr(loader.TrainLoader, "step", poisoned)
+
+
+@pytest.mark.parametrize(
+    "tied, nan_step, save_points, changes",
+    [
+        # 13 samples in batches of 2 are 7 steps an epoch: the data crosses into the next one.
+        (True, None, (2, 7, 8), {"training": {"num_steps": 9, "warmup_steps": 3}}),
+        (
+            False,
+            2,
+            (1, 3, 5),
+            {
+                "model": {"dtype": "bfloat16", "freeze": ["layers.0", "q_proj"]},
+                "training": {"num_steps": 6, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear"},
+                "logging": {"log_interval": 4},
+                "eval": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+            },
+        ),
+        pytest.param(
+            True,
+            1,
+            (1, 2, 3),
+            {
+                "model": {"dtype": "bfloat16"},
+                "training": {"num_steps": 4, "max_grad_norm": 0},
+                "optimizer": {"type": "lion"},
+                "logging": {"log_interval": 3},
+            },
+            marks=slow,
+        ),
+        pytest.param(
+            False,
+            3,
+            (2, 4),
+            {"training": {"num_steps": 5}, "optimizer": {"type": "lamb"}, "eval": {"eval_strategy": "epoch"}},
+            marks=slow,
+        ),
+        pytest.param(
+            True,
+            None,
+            (3, 5),
+            {"model": {"freeze": ["embed"]}, "training": {"num_steps": 6}, "optimizer": {"type": "sgd"}},
+            marks=slow,
+        ),
+    ],
+)
+def test_a_resumed_run_equals_one_without_a_break(project, monkeypatch, tied, nan_step, save_points, changes):
+    if not tied:
+        project.tree["model"]["name"] = str(write_model(project.folder / "untied", tie_word_embeddings=False))
+    if nan_step is not None:
+        plant_nan(monkeypatch, nan_step)
+    changes = changes | {"checkpoint": {"save_steps": 1}}
+    whole = project.folder / "whole"
+    summary = mt.Trainer(project.config("whole", **changes)).fit()
+    end = changes["training"]["num_steps"]
+    assert (summary.step, summary.skipped, summary.interrupted) == (end, int(nan_step is not None), False)
+    assert any("loss" in line for line in records(whole))
+    for point in save_points:
+        out = project.folder / f"from-{point}"
+        out.mkdir()
+        # As a process leaves it that was killed later: the metrics are ahead of the checkpoint.
+        shutil.copytree(whole / f"checkpoint-{point}", out / f"checkpoint-{point}")
+        shutil.copy(whole / "metrics.jsonl", out / "metrics.jsonl")
+        mt.Trainer(project.config(out.name, **changes)).fit()
+        assert_same_end(whole, out, end)
+
+
+def test_a_finished_run_is_left_as_it_is(project):
+    sections = {"training": {"num_steps": 2}, "eval": {"eval_strategy": "steps", "eval_steps": 2}}
+    out = project.folder / "out"
+    mt.Trainer(project.config(**sections)).fit()
+    before = records(out, timed=True), saved_weights(out)
+    summary = mt.Trainer(project.config(**sections)).fit()
+    assert (summary.step, summary.loss, summary.model_dir) == (2, None, out / "model")
+    assert records(out, timed=True) == before[0]
+    assert all(np.array_equal(value, before[1][name]) for name, value in saved_weights(out).items())
+
+
+def test_only_one_history_fits_into_a_folder(project):
+    mt.Trainer(project.config(training={"num_steps": 2}, checkpoint={"save_steps": 1})).fit()
+    out = project.folder / "out"
+    with pytest.raises(UserError, match="none starts at step 0, and .*checkpoint-1' of an earlier run is there"):
+        mt.Trainer(project.config(training={"resume_from_checkpoint": "none"})).fit()
+    with pytest.raises(UserError, match="starts at step 1, and .*checkpoint-2' of an earlier run is there"):
+        mt.Trainer(project.config(training={"resume_from_checkpoint": str(out / "checkpoint-1")})).fit()
+    with pytest.raises(UserError, match="is at step 2 and the run ends at 1"):
+        mt.Trainer(project.config(training={"num_steps": 1})).fit()
+    assert len(records(out)) == 2
+    elsewhere = {"num_steps": 3, "resume_from_checkpoint": str(out / "checkpoint-1")}
+    assert mt.Trainer(project.config("other", training=elsewhere)).fit().step == 3
+    assert [line["step"] for line in records(project.folder / "other")] == [2, 3]
+
+
+def test_signals_save_and_the_same_command_continues(project):
+    """SIGTERM, then SIGINT to the run that continues, then to the end; against one run without a break."""
+    steps = 400
+    config = project.write(training={"num_steps": steps})
+    out = project.folder / "out"
+    reached = [0]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen(
+            project.command(str(config), f"output_dir={out}"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                lines = []
+                for line in process.stdout:
+                    lines.append(line)
+                    if (found := re.match(r"step +(\d+)/", line)) and int(found[1]) == reached[-1] + 3:
+                        process.send_signal(number)
+                assert process.wait() == 0
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
+        assert re.fullmatch(rf"stopped    at step \d+ by {number.name}; the same command continues\n", lines[-1]), (
+            lines[-3:]
+        )
+        reached.append(int(re.search(r"step (\d+)", lines[-1])[1]))
+        assert reached[-2] + 3 <= reached[-1] < steps
+        assert (out / f"checkpoint-{reached[-1]}" / "meta.json").exists() and not (out / "model").exists()
+    mt.Trainer(project.config(training={"num_steps": steps})).fit()
+    mt.Trainer(project.config("whole", training={"num_steps": steps})).fit()
+    assert_same_end(out, project.folder / "whole", steps)

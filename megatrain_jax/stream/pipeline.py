@@ -39,12 +39,14 @@ class Settings(NamedTuple):
     Attributes:
       group_size: micro-batches that go through a block together; None is all of them.
       offload_activations: block inputs wait in host memory.
+      keep_layers: this many of the last layers keep their intermediates on the device and are not recomputed.
       max_grad_norm: global norm that gradients are scaled down to; 0 is off.
       skip_nonfinite: a step whose gradient or loss is not finite changes nothing.
     """
 
     group_size: int | None = None
     offload_activations: bool = False
+    keep_layers: int = 0
     max_grad_norm: float = 0.0
     skip_nonfinite: bool = True
 
@@ -171,7 +173,8 @@ class Pipeline:
         groups = [micro_batches[i : i + size] for i in range(0, len(micro_batches), size)]
         there = range(self._head + 1)
         back = range(self._head - 1, max(self._lowest, 1) - 1, -1)
-        weights = self._stream([i for _ in groups for i in (*there, *back)])
+        again = [block for block in back if not self._keeps(block)]
+        weights = self._stream([i for _ in groups for i in (*there, *again)])
         run, ahead = self._run_for(micro_batches), _RunAhead()
         losses, sumsq = [], np.float32(0)
         for group in groups:
@@ -249,6 +252,10 @@ class Pipeline:
         plain = all(has_plain_rows(batch) for batch in batches)
         return dataclasses.replace(self.run, attention=dataclasses.replace(self.run.attention, segments=not plain))
 
+    def _keeps(self, block: int) -> bool:
+        """Whether a layer keeps its intermediates; the last ones do, because their backward comes first."""
+        return self._head - self.settings.keep_layers <= block < self._head
+
     def _trainable(self, block: int) -> frozenset[str]:
         return frozenset(path for path, tensor in self.store.blocks[block].items() if tensor.trainable)
 
@@ -262,12 +269,22 @@ class Pipeline:
             ahead.dispatched(xs[m])
             self._record.watch("forward", 0, m, xs[m])
         for block in range(1, self._head):
-            layer, w = templates.layer_forward(self._blocks[block], run), weights.take()
+            keep = kept is not None and block >= self._lowest and self._keeps(block)
+            if keep:
+                layer = templates.layer_forward_keeping(self._blocks[block], run, self._trainable(block))
+            else:
+                layer = templates.layer_forward(self._blocks[block], run)
+            w = weights.take()
             for m, batch in enumerate(placed):
                 ahead.admit()
-                if kept is not None and block >= self._lowest:
-                    kept.put(block, m, xs[m])
-                xs[m], _ = layer(w, xs[m], batch.context)
+                if keep:
+                    xs[m], _, pullback = layer(w, xs[m], batch.context)
+                    kept.put_pullback(block, m, pullback)
+                    del pullback
+                else:
+                    if kept is not None and block >= self._lowest:
+                        kept.put(block, m, xs[m])
+                    xs[m], _ = layer(w, xs[m], batch.context)
                 ahead.dispatched(xs[m])
                 self._record.watch("forward", block, m, xs[m])
         return xs
@@ -292,17 +309,22 @@ class Pipeline:
 
     def _backward_layer(self, run, ahead, weights, placed, kept: Activations, block, dxs, sumsq, sink: Sink):
         """Replaces `dxs` by the gradients of the layer's inputs; the running squared norm."""
-        w, acc = weights.take(), None
+        keeps, acc = self._keeps(block), None
+        w = None if keeps else weights.take()
         for m, batch in enumerate(placed):
             last = m == len(placed) - 1
-            template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
             ahead.admit()
-            x = kept.take(block, m)
+            if keeps:
+                template = templates.layer_backward_kept(run, last)
+                operands = (kept.take_pullback(block, m), (dxs[m], ()))
+            else:
+                template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
+                operands = (w, kept.take(block, m), (dxs[m], ()), batch.context)
             kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
-            dxs[m], acc, sumsq, marker = template(w, x, (dxs[m], ()), batch.context, acc, sumsq)
+            dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
+            del operands
             ahead.dispatched(marker)
             self._record.watch("backward", block, m, marker)
-            del x
         self._emit(block, acc, sumsq, sink)
         return sumsq
 

@@ -27,8 +27,8 @@ from megatrain_jax.stream import templates
 from megatrain_jax.stream.activations import Activations
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.templates import Execution
-from megatrain_jax.stream.transfer import HostGradients
-from megatrain_jax.stream.updater import HostSums, Updater
+from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
+from megatrain_jax.stream.updater import HostSums, NonFiniteError, Updater
 
 RUN_AHEAD = 2  # calls in flight; more would only take device memory, which is claimed at dispatch
 
@@ -69,7 +69,7 @@ class StepOutcome(NamedTuple):
 
 
 # Called with a block and its gradients, once for each group of micro-batches.
-Sink = Callable[[int, HostGradients], None]
+Sink = Callable[[int, HostGradients | DeviceGradients], None]
 
 
 class _RunAhead:
@@ -201,11 +201,19 @@ class Pipeline:
         settings, mesh = self.settings, self.run.mesh
         grouped = settings.group_size is not None and len(micro_batches) > settings.group_size
         hold = bool(settings.max_grad_norm) or settings.skip_nonfinite or grouped
-        held: dict[int, HostGradients | HostSums] = {}
+        held: dict[int, HostGradients | DeviceGradients | HostSums] = {}
 
-        def sink(block: int, grads: HostGradients) -> None:
+        def update(block: int, scale: float) -> None:
+            grads = held.pop(block)
+            if block in self.store.resident:
+                self._updater.update_resident(block, grads, scale)
+            else:
+                self._updater.submit(block, grads, scale, must_be_finite=not hold)
+
+        def sink(block: int, grads: HostGradients | DeviceGradients) -> None:
             if not hold:
-                self._updater.submit(block, grads, 1.0, must_be_finite=True)
+                held[block] = grads
+                update(block, 1.0)
             elif not grouped:
                 held[block] = grads
             elif block in held:
@@ -225,7 +233,9 @@ class Pipeline:
             applied = finite or not settings.skip_nonfinite
             scale = clip_scale(norm, settings.max_grad_norm)
             for block in sorted(held) if applied else ():
-                self._updater.submit(block, held[block], scale)
+                update(block, scale)
+        elif not math.isfinite(norm):
+            raise NonFiniteError(f"the norm of the gradient is {norm}; training.skip_nonfinite: true skips such steps")
         end, forward_end = time.perf_counter(), self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
         return StepOutcome(loss, norm, applied, seconds)
@@ -342,6 +352,9 @@ class Pipeline:
     def _emit(self, block: int, grads: dict[str, jax.Array], sumsq: jax.Array, sink: Sink) -> None:
         """Sends a block's gradients on their way; a block without trainable tensors has none."""
         if grads:
+            if block in self.store.resident:
+                sink(block, DeviceGradients(grads, sumsq))
+                return
             landing = self.run.mesh.gradients_to_host(grads, sumsq)
             self._record.watch("d2h", block, None, landing.arrays)
             sink(block, landing)

@@ -57,7 +57,7 @@ def write_split(dialogues: Path) -> None:
 
 
 def answers(folder: Path, config: Config, prompts: Sequence[str]) -> list[str]:
-    """The most probable answer to each prompt, token by token; one that is not done in time ends in " ..."."""
+    """The most probable answer to each prompt, token by token; one that is not done in time ends in "..."."""
     import megatrain_jax as mt
 
     model = mt.load(folder, dtype=config.model.dtype, device=config.model.device)
@@ -77,7 +77,7 @@ def answers(folder: Path, config: Config, prompts: Sequence[str]) -> list[str]:
         if not open_rows:
             break
     texts = [tokenizer.decode(row[start:]).strip() for row, start in zip(rows, starts, strict=True)]
-    return [f"{text} ..." if i in open_rows else text for i, text in enumerate(texts)]
+    return [f"{text}..." if i in open_rows else text for i, text in enumerate(texts)]
 
 
 def show_answers(when: str, texts: Sequence[str]) -> None:

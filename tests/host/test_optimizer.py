@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig, UserError
+from megatrain_jax.host import layouts
 from megatrain_jax.host import optimizer as optimizer_module
-from megatrain_jax.host import store as store_module
 from megatrain_jax.host.optimizer import (
     ELEMENTWISE,
     PER_TENSOR,
@@ -27,9 +27,7 @@ PEAK, TOTAL = 3e-4, 40
 
 
 def schedule(kind: str, warmup=0, **kwargs):
-    config = TrainingConfig(
-        learning_rate=PEAK, lr_scheduler_type=kind, warmup_steps=warmup, lr_scheduler_kwargs=kwargs
-    )
+    config = TrainingConfig(learning_rate=PEAK, lr_scheduler_type=kind, warmup_steps=warmup, lr_scheduler_kwargs=kwargs)
     return make_schedule(config, TOTAL)
 
 
@@ -179,7 +177,7 @@ SHAPES = [{"weight": (3, 61)}, {}, {"norm.weight": (5,)}]
 @pytest.mark.parametrize("name", ["adamw", "adam", "lion", "sgd", "adafactor", "lamb"])
 @pytest.mark.parametrize("wire", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_updates_equal_optax_on_the_tensors(monkeypatch, name, wire):
-    monkeypatch.setattr(store_module, "CHUNK", 64)
+    monkeypatch.setattr(layouts, "CHUNK", 64)
     whole = needs_whole_tensors(OptimizerConfig(type=name))
     store = HostStore(small_spec(1), SHAPES, wire_dtype=wire, layout="whole" if whole else "chunks")
     rng = np.random.default_rng(0)

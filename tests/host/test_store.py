@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig
-from megatrain_jax.host import store as store_module
+from megatrain_jax.host import layouts
+from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.store import HostStore, Rows
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
@@ -21,9 +22,11 @@ EMBED, NORM = "model.embed_tokens.weight", "model.norm.weight"
 TINY = [{"weight": (3, 61)}, {}, {"norm.weight": (5,)}]
 
 
-def make_store(shapes=TINY, *, wire="bfloat16", rows=1, trainable=lambda name: True) -> HostStore:
+def make_store(shapes=TINY, *, wire="bfloat16", rows=1, trainable=lambda name: True, layout="chunks") -> HostStore:
+    if layout == "split":
+        pytest.importorskip("numba")
     held = Rows(rows, tuple(range(rows)))
-    store = HostStore(small_spec(1), shapes, wire_dtype=wire, rows=held, trainable=trainable)
+    store = HostStore(small_spec(1), shapes, wire_dtype=wire, rows=held, trainable=trainable, layout=layout)
     rng = np.random.default_rng(0)
     for tensor in store.tensors.values():
         tensor.assign(rng.standard_normal(tensor.shape).astype(np.float32))
@@ -31,8 +34,8 @@ def make_store(shapes=TINY, *, wire="bfloat16", rows=1, trainable=lambda name: T
 
 
 def small_chunks(monkeypatch, chunk: int, group: int = 2) -> None:
-    monkeypatch.setattr(store_module, "CHUNK", chunk)
-    monkeypatch.setattr(store_module, "GROUP", group)
+    monkeypatch.setattr(layouts, "CHUNK", chunk)
+    monkeypatch.setattr(layouts, "GROUP", group)
 
 
 def wire_of(tensor) -> np.ndarray:
@@ -74,6 +77,20 @@ def test_what_is_assigned_is_read_and_what_crosses_is_rounded_to_nearest_even(
         store.tensors[name].assign(value)
         np.testing.assert_array_equal(store.tensors[name].read(), value.astype(np.float32))
         np.testing.assert_array_equal(wire_of(store.tensors[name]), value.astype(np.float32).astype(wire))
+
+
+def test_the_split_master_is_exact_and_its_upper_half_is_the_nearest_bfloat16():
+    tensor = make_store(layout="split").tensors[EMBED]
+    bits = np.random.default_rng(0).integers(0, 1 << 32, tensor.size, dtype=np.uint32)
+    bits[:4] = np.array([0x00000001, 0x80000000, 0x7F7F7FFF, 0x00007FFF], np.uint32)
+    values = bits.view(np.float32)
+    values[~np.isfinite(values)] = 1.5
+    values[np.abs(values) > 3e38] = -0.0
+    tensor.assign(values.reshape(tensor.shape))
+    assert tensor.read().tobytes() == values.tobytes()
+    error = np.abs(wire_of(tensor).reshape(-1).astype(np.float64) - values)
+    nearest = np.abs(values.astype(BFLOAT16).astype(np.float64) - values)
+    np.testing.assert_array_equal(error, nearest)  # a tie may go either way
 
 
 @pytest.mark.parametrize("exact_rows", [(0,), (1,), (0, 1), ()])
@@ -120,10 +137,12 @@ def test_every_update_is_in_place_and_leaves_the_rounded_master_on_the_wire(monk
     host = host_optimizer(store)
 
     def addresses():
-        leaves = [leaf for t in store.tensors.values() for each in t._state_leaves().values() for leaf, _ in each]
-        chunks = [c for t in store.tensors.values() for group in t._groups() for c in group.params]
+        rows = [row for t in store.tensors.values() for row in t._rows]
+        leaves = [leaf for row in rows for each in row.state().values() for leaf, _ in each]
+        chunks = [c for row in rows for group in row._groups for c in group.params]
         wires = [row.ctypes.data for t in store.tensors.values() for row in t.wire]
-        return [a.unsafe_buffer_pointer() for a in chunks + [leaf for leaf in leaves if leaf.ndim]] + wires
+        state = [leaf.ctypes.data for leaf in leaves if leaf.ndim]
+        return [chunk.unsafe_buffer_pointer() for chunk in chunks] + state + wires
 
     before = addresses()
     assert len(before) >= 2 * 4
@@ -134,12 +153,31 @@ def test_every_update_is_in_place_and_leaves_the_rounded_master_on_the_wire(monk
             np.testing.assert_array_equal(wire_of(tensor), tensor.read().astype(wire))
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "sgd"])
+def test_the_split_layout_updates_as_the_plain_one_does(kind):
+    plain, split = make_store(), make_store(layout="split", rows=3)
+    one, other = host_optimizer(plain, type=kind), host_optimizer(split, type=kind)
+    for step in range(5):
+        run_steps(plain, one, [step], BFLOAT16)
+        run_steps(split, other, [step], BFLOAT16)
+    for name, tensor in split.tensors.items():
+        expected, got = plain.tensors[name].state_arrays(), tensor.state_arrays()
+        assert set(got) == set(expected)
+        for key, value in expected.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-6, atol=5e-7, err_msg=key)
+        difference = np.abs(wire_of(tensor).astype(np.float64) - tensor.read())
+        np.testing.assert_array_equal(
+            difference, np.abs(tensor.read().astype(BFLOAT16).astype(np.float64) - tensor.read())
+        )
+
+
 def test_state_that_moved_is_an_error():
     tensor = make_store().tensors[NORM]
-    tensor.init_state(lambda params: ())
-    users = [np.asarray(chunk) for group in tensor._groups() for chunk in group.params]  # so it cannot be donated
-    with pytest.raises(RuntimeError, match="model.norm.weight: the CPU backend moved"):
-        tensor.apply(lambda p, s, g, scale: ([a + 1 for a in p], s), rows_of(tensor, users[0]), np.float32(1))
+    rule = Rule(lambda params: (), lambda p, s, g, scale: ([a + 1 for a in p], s))
+    tensor.init_state(rule)
+    users = [np.asarray(chunk) for row in tensor._rows for g in row._groups for chunk in g.params]  # not to be donated
+    with pytest.raises(RuntimeError, match="the CPU backend moved"):
+        tensor.update(rule, rows_of(tensor, users[0]), np.float32(1))
 
 
 @pytest.mark.parametrize(
@@ -152,15 +190,16 @@ def test_state_that_moved_is_an_error():
         pytest.param("sgd", 8, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_saved_state_is_restored_bit_for_bit_and_goes_on(monkeypatch, kind, before, after):
+@pytest.mark.parametrize("layout", ["chunks", "split"])
+def test_saved_state_is_restored_bit_for_bit_and_goes_on(monkeypatch, kind, before, after, layout):
     small_chunks(monkeypatch, 64)
     trainable = lambda name: name != NORM  # noqa: E731
-    first = make_store(rows=before, trainable=trainable)
+    first = make_store(rows=before, trainable=trainable, layout=layout)
     host = host_optimizer(first, type=kind)
     run_steps(first, host, range(2))
     saved = {name: tensor.state_arrays() for name, tensor in first.tensors.items()}
 
-    second = make_store(rows=after, trainable=trainable)
+    second = make_store(rows=after, trainable=trainable, layout=layout)
     other = host_optimizer(second, type=kind)
     run_steps(second, other, range(7, 9))  # whatever is there is replaced
     for name, tensor in second.tensors.items():
@@ -217,10 +256,10 @@ def test_a_frozen_tensor_has_no_state_and_a_tied_head_is_the_embedding():
     store = HostStore(spec, shapes, wire_dtype="bfloat16", trainable=lambda name: not frozen(name))
     for tensor in store.tensors.values():
         if tensor.trainable:
-            tensor.init_state(lambda params: [])
+            tensor.init_state(Rule(lambda params: [], None))
     for name, tensor in store.tensors.items():
         assert tensor.trainable != frozen(name)
-        assert frozen(name) == (len(list(tensor._groups())) == 0)
+        assert frozen(name) == isinstance(tensor._rows[0], layouts.FrozenRow)
     assert store.blocks[3]["lm_head.weight"] is store.blocks[0]["weight"]
     assert store.owners(3) == {0, 3} and store.owners(2) == {2}
     assert set(store.owned(3)) == {"norm.weight"} and set(store.owned(0)) == {"weight"}
@@ -231,7 +270,7 @@ def test_a_frozen_tensor_has_no_state_and_a_tied_head_is_the_embedding():
 
 def test_a_process_with_some_of_the_rows_holds_and_reads_only_those():
     tensor = HostStore(small_spec(1), TINY, wire_dtype="bfloat16", rows=Rows(3, (1,))).tensors[EMBED]
-    value = np.arange(427, dtype=np.float32).reshape(3, 61)
+    value = np.arange(183, dtype=np.float32).reshape(3, 61)
     tensor.assign(value)
     np.testing.assert_array_equal(tensor.read_row(0), value.reshape(-1)[61:122])
     assert [row.shape for row in tensor.wire] == [(61,)]

@@ -1,0 +1,84 @@
+"""What the tests of several devices and processes run in processes of their own: a function by name, then its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+
+from megatrain_jax.config import OptimizerConfig, TrainingConfig
+from megatrain_jax.stream.pipeline import Settings
+from tests.conftest import small_spec
+from tests.reference import (
+    ODD,
+    PlainOptax,
+    assert_same_gradients,
+    execution,
+    loss_and_grads,
+    make_model,
+    random_batch,
+    random_weights,
+    training,
+)
+
+
+def gradients(tied: str, micro_batches: str, devices: str) -> None:
+    """Of sizes and rows that the devices do not divide."""
+    assert jax.device_count() == int(devices)
+    spec = small_spec(2, tied=tied == "tied", sliding_window=4, qk_norm=True, **ODD)
+    batches = [random_batch(spec, seed) for seed in range(int(micro_batches))]
+    weights = random_weights(spec)
+    model = make_model(spec, weights, execution(devices=jax.device_count()))
+    loss, grads = model.loss_and_grads(*batches)
+    expected_loss, expected = loss_and_grads(spec, weights, batches)
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss, (loss, expected_loss)
+    assert_same_gradients(grads, expected, 1e-5)
+    logits = model.logits(batches[0].token_ids)
+    alone = make_model(spec, weights, dataclasses.replace(execution(), mesh=_one_device())).logits(batches[0].token_ids)
+    np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
+
+
+def training_steps(steps: str, repeats: str) -> None:
+    """Some steps end, again and again, where they would without streaming."""
+    import optax
+
+    spec, steps = small_spec(1, tied=True, **ODD), int(steps)
+    weights, batches = random_weights(spec), [random_batch(spec, seed) for seed in range(4)]
+    config = TrainingConfig(learning_rate=1e-2, lr_scheduler_type="constant")
+    plain = PlainOptax(spec, weights, optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, momentum=0.9)))
+    for step in range(steps):
+        plain.step([batches[step % 4]])
+    for repeat in range(int(repeats)):
+        model = make_model(spec, weights, execution(devices=jax.device_count()))
+        with training(
+            model, Settings(max_grad_norm=0.5), optimizer=OptimizerConfig(type="sgd"), config=config, total_steps=steps
+        ) as (pipeline, updater):
+            for step in range(steps):
+                pipeline.train_step([batches[step % 4]])
+            updater.drain()
+        for name, tensor in model.store.tensors.items():
+            rows = np.stack([tensor.read_row(i) for i in range(len(tensor.rows.local))])
+            flat = np.zeros(tensor.row_length * tensor.rows.count, np.float32)
+            flat[: tensor.size] = plain.weights[name].reshape(-1)
+            expected = flat.reshape(tensor.rows.count, -1)[list(tensor.rows.local)]
+            np.testing.assert_allclose(rows, expected, rtol=0, atol=1e-5, err_msg=name)
+        print("repeat", repeat, "ended", flush=True)
+
+
+def in_process(number: str, port: str, name: str, *args: str) -> None:
+    """The same as one of two processes."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(number))
+    globals()[name](*args)
+
+
+def _one_device():
+    from megatrain_jax.stream.transfer import Mesh
+
+    return Mesh((jax.local_devices()[0],))
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

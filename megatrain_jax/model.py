@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatrain_jax.models.blocks import tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.spec import Batch, ModelSpec
 from megatrain_jax.stream.pipeline import Pipeline
+from megatrain_jax.stream.resident import ResidentTensor
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import HostGradients, Mesh, make_mesh
 
@@ -119,6 +120,7 @@ def load(
     freeze: Sequence[str] = (),
     layout: Layout = "chunks",
     memory: MemoryConfig = MemoryConfig(),
+    resident: Collection[int] = (),
     mesh: Mesh | None = None,
 ) -> Model:
     """Reads a Hugging Face folder into host memory, tensor by tensor.
@@ -134,6 +136,7 @@ def load(
       freeze: regular expressions searched for in tensor names; what matches is not trained.
       layout: what the optimizer wants of the store; see `choose_layout`.
       memory: `pin_memory` and `loss_tile`.
+      resident: numbers of the blocks that stay on the device, the embedding being 0.
       mesh: the devices, instead of `device`.
 
     Raises:
@@ -160,6 +163,8 @@ def load(
             trainable=_trainable(freeze),
             lock_pages=mesh.has_own_memory and memory.pin_memory,
             layout=layout,
+            resident=resident,
+            make_resident=functools.partial(ResidentTensor, mesh=mesh, dtype=dtype),
         )
 
     run = Execution(mesh, np.dtype(dtype), AttentionOptions(_kernel(attention, spec, mesh, dtype)), memory.loss_tile)
@@ -175,7 +180,7 @@ def load(
     return Model(spec, make_store(), run, config, Path(path))
 
 
-def load_for_training(config: Config, mesh: Mesh) -> Model:
+def load_for_training(config: Config, mesh: Mesh, resident: Collection[int] = ()) -> Model:
     """The model of a configuration, on the devices of `mesh`; raises as `load`."""
     return load(
         config.model.name,
@@ -187,6 +192,7 @@ def load_for_training(config: Config, mesh: Mesh) -> Model:
         freeze=config.model.freeze,
         layout=choose_layout(config.optimizer, config.model.dtype),
         memory=config.memory,
+        resident=resident,
         mesh=mesh,
     )
 

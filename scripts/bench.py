@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="timed steps, after two that compile and warm up")
     parser.add_argument("--clip", type=float, nargs="+", default=[1.0], help="max_grad_norm; 0 updates at once; several run in turn")
+    parser.add_argument("--keep", type=int, default=0, help="layers that keep their intermediates")
+    parser.add_argument("--resident", nargs="*", default=[], help="blocks that stay on the device; -1 is the head")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -103,7 +105,8 @@ def run(options: argparse.Namespace):
 
         began = time.perf_counter()
         mesh = make_mesh(config.model.device)
-        model = load_for_training(config, mesh)
+        depth = options.layers or json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
+        model = load_for_training(config, mesh, {int(b) if int(b) >= 0 else depth + 2 + int(b) for b in options.resident})
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
         print(f"{model.spec.num_parameters / 1e9:.3f} B parameters in {time.perf_counter() - began:.1f} s", file=sys.stderr)
         rng = np.random.default_rng(0)
@@ -114,7 +117,7 @@ def run(options: argparse.Namespace):
             events: list = []
             record = Recorder(events.append)
             updater = Updater(model.store, optimizer, record)
-            settings = Settings(max_grad_norm=clip, skip_nonfinite=bool(clip))
+            settings = Settings(keep_layers=options.keep, max_grad_norm=clip, skip_nonfinite=bool(clip))
             pipeline = Pipeline(model.store, model.run, settings, record, updater)
             warm = time.perf_counter()
             for _ in range(2):
@@ -134,6 +137,8 @@ def run(options: argparse.Namespace):
             result = {
                 "shape": options.shape,
                 "layers": len(model.spec.layers),
+                "keep_layers": options.keep,
+                "resident": sorted(model.store.resident),
                 "tokens_per_step": tokens,
                 "clip": clip,
                 "optimizer": options.optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -21,6 +21,7 @@ from megatrain_jax.models.blocks import DecoderLayer, Embedding, Head, bind, mod
 from megatrain_jax.models.spec import Batch, ModelSpec
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
+from megatrain_jax.stream.resident import ResidentTensor
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import Mesh
 from megatrain_jax.stream.updater import Updater
@@ -68,6 +69,7 @@ def make_model(
     *,
     trainable: Callable[[str], bool] = lambda name: True,
     layout: str = "chunks",
+    resident: Collection[int] = (),
 ) -> Model:
     run = run or execution()
     store = HostStore(
@@ -77,6 +79,8 @@ def make_model(
         rows=run.mesh.rows,
         trainable=trainable,
         layout=layout,
+        resident=resident,
+        make_resident=functools.partial(ResidentTensor, mesh=run.mesh, dtype=run.dtype),
     )
     for name, tensor in store.tensors.items():
         tensor.assign(weights[name])

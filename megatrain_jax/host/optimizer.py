@@ -201,6 +201,10 @@ class HostOptimizer:
         """Applies one step to a tensor in place; `grads` as in `HostTensor.update`, multiplied by `scale` first."""
         tensor.update(self._rule(tensor), grads, np.float32(scale))
 
+    def update_resident(self, tensor, grad: jax.Array, scale: float | jax.Array) -> None:
+        """Starts one step of a tensor that lives on the device; see `ResidentTensor.update`."""
+        tensor.update(self._rule(tensor), grad, scale)
+
     def learning_rate(self, applied_steps: int) -> float:
         """Learning rate of the step that follows `applied_steps` applied ones."""
         return float(self.schedule(applied_steps))

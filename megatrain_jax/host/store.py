@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 import numpy as np
@@ -42,7 +42,10 @@ class HostTensor:
       trainable: a frozen tensor has no state, and no gradient of it is ever computed.
       rows: which rows of the flat view are here.
       row_length: elements in a row.
+      resident: whether the tensor stays on the device instead; see `stream.resident.ResidentTensor`.
     """
+
+    resident = False
 
     def __init__(self, name: str, shape: tuple[int, ...], *, owner: int, trainable: bool, rows: Rows):
         self.name, self.shape, self.owner, self.trainable, self.rows = name, shape, owner, trainable, rows
@@ -151,6 +154,8 @@ class HostStore:
       trainable: whether the tensor of a name is trained.
       lock_pages: register the wire's pages with the driver of the accelerator.
       layout: what the optimizer wants; "split" needs a bfloat16 wire, "whole" a single row.
+      resident: numbers of the blocks whose tensors do not live here but are made by `make_resident`.
+      make_resident: called as `HostTensor`.
 
     Attributes:
       tensors: every `HostTensor` by name.
@@ -167,8 +172,10 @@ class HostStore:
         trainable: Callable[[str], bool] = lambda name: True,
         lock_pages: bool = False,
         layout: Layout = "chunks",
+        resident: Collection[int] = (),
+        make_resident: Callable | None = None,
     ):
-        self.spec, self.rows, self.layout = spec, rows, layout
+        self.spec, self.rows, self.layout, self.resident = spec, rows, layout, frozenset(resident)
         self.wire_dtype = BFLOAT16 if wire_dtype == "bfloat16" else np.dtype(np.float32)
         if layout == "split" and self.wire_dtype != BFLOAT16:
             raise ValueError("the split layout needs a bfloat16 wire")
@@ -182,8 +189,10 @@ class HostStore:
             for path, shape in paths.items():
                 name = spec.tensor_name(block, path)
                 if name not in self.tensors:
-                    self.tensors[name] = HostTensor(name, shape, owner=block, trainable=trainable(name), rows=rows)
-                    fresh.append(self.tensors[name])
+                    make = make_resident if block in self.resident else HostTensor
+                    self.tensors[name] = make(name, shape, owner=block, trainable=trainable(name), rows=rows)
+                    if block not in self.resident:
+                        fresh.append(self.tensors[name])
                 members[path] = self.tensors[name]
             self.blocks.append(members)
             wires = [[None] * len(rows.local)] * len(fresh)

@@ -14,11 +14,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
 
 from megatrain_jax.models.attention import AttentionOptions, apply_rope, attend
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 
 Weights = Mapping[str, jax.Array]
+
+# What a layer keeps for backward when there is room: with these, only elementwise work is computed again.
+INTERMEDIATES = ("query", "key", "value", "attention", "residual", "gate", "up")
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -81,9 +85,11 @@ class Attention(nn.Module):
         if s.qk_norm:
             q, k = RMSNorm(s.norm_eps, name="q_norm")(q), RMSNorm(s.norm_eps, name="k_norm")(k)
         q, k = apply_rope(q, context.positions, s.rope), apply_rope(k, context.positions, s.rope)
+        q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
         with jax.default_matmul_precision(full_precision(x_BxSxD.dtype) or "default"):
             y = attend(q, k, v, context.segment_ids, window=s.sliding_window, options=self.options)
-        return Linear(s.hidden_size, s.o_bias, name="o_proj")(y.reshape(*x_BxSxD.shape[:2], -1))
+        y = checkpoint_name(y.reshape(*x_BxSxD.shape[:2], -1), "attention")
+        return Linear(s.hidden_size, s.o_bias, name="o_proj")(y)
 
 
 class GatedMLP(nn.Module):
@@ -94,8 +100,8 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         s = self.spec
-        gate = Linear(s.intermediate_size, s.mlp_bias, name="gate_proj")(x)
-        up = Linear(s.intermediate_size, s.mlp_bias, name="up_proj")(x)
+        gate = checkpoint_name(Linear(s.intermediate_size, s.mlp_bias, name="gate_proj")(x), "gate")
+        up = checkpoint_name(Linear(s.intermediate_size, s.mlp_bias, name="up_proj")(x), "up")
         return Linear(s.hidden_size, s.mlp_bias, name="down_proj")(_ACTIVATIONS[s.activation](gate) * up)
 
 
@@ -109,7 +115,7 @@ class DecoderLayer(nn.Module):
     def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
         s = self.spec
         h = RMSNorm(s.norm_eps, name="input_layernorm")(x_BxSxD)
-        x_BxSxD += Attention(s, self.options, name="self_attn")(h, context)
+        x_BxSxD = checkpoint_name(x_BxSxD + Attention(s, self.options, name="self_attn")(h, context), "residual")
         h = RMSNorm(s.norm_eps, name="post_attention_layernorm")(x_BxSxD)
         return x_BxSxD + GatedMLP(s, name="mlp")(h), ()
 

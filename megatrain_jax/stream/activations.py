@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 
 from megatrain_jax.stream.transfer import Mesh
@@ -19,6 +21,7 @@ class Activations:
         self._mesh, self._offload = mesh, offload
         self._kept: dict[tuple[int, int], jax.Array] = {}
         self._coming: dict[tuple[int, int], jax.Array] = {}
+        self._pullbacks: dict[tuple[int, int], Callable] = {}
 
     def put(self, block: int, micro_batch: int, x: jax.Array) -> None:
         self._kept[block, micro_batch] = self._mesh.to_host(x) if self._offload else x
@@ -35,5 +38,12 @@ class Activations:
             self.prefetch(block, micro_batch)
         return self._coming.pop((block, micro_batch))
 
+    def put_pullback(self, block: int, micro_batch: int, pullback: Callable) -> None:
+        """Keeps, on the device, everything that a block's backward needs."""
+        self._pullbacks[block, micro_batch] = pullback
+
+    def take_pullback(self, block: int, micro_batch: int) -> Callable:
+        return self._pullbacks.pop((block, micro_batch))
+
     def __len__(self) -> int:
-        return len(self._kept) + len(self._coming)
+        return len(self._kept) + len(self._coming) + len(self._pullbacks)

@@ -27,8 +27,8 @@ from megatrain_jax.stream import templates
 from megatrain_jax.stream.activations import Activations
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.templates import Execution
-from megatrain_jax.stream.transfer import HostGradients
-from megatrain_jax.stream.updater import HostSums, Updater
+from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
+from megatrain_jax.stream.updater import HostSums, NonFiniteError, Updater
 
 RUN_AHEAD = 2  # calls in flight; more would only take device memory, which is claimed at dispatch
 
@@ -39,12 +39,14 @@ class Settings(NamedTuple):
     Attributes:
       group_size: micro-batches that go through a block together; None is all of them.
       offload_activations: block inputs wait in host memory.
+      keep_layers: this many of the last layers keep their intermediates on the device and are not recomputed.
       max_grad_norm: global norm that gradients are scaled down to; 0 is off.
       skip_nonfinite: a step whose gradient or loss is not finite changes nothing.
     """
 
     group_size: int | None = None
     offload_activations: bool = False
+    keep_layers: int = 0
     max_grad_norm: float = 0.0
     skip_nonfinite: bool = True
 
@@ -67,7 +69,7 @@ class StepOutcome(NamedTuple):
 
 
 # Called with a block and its gradients, once for each group of micro-batches.
-Sink = Callable[[int, HostGradients], None]
+Sink = Callable[[int, HostGradients | DeviceGradients], None]
 
 
 class _RunAhead:
@@ -171,7 +173,8 @@ class Pipeline:
         groups = [micro_batches[i : i + size] for i in range(0, len(micro_batches), size)]
         there = range(self._head + 1)
         back = range(self._head - 1, max(self._lowest, 1) - 1, -1)
-        weights = self._stream([i for _ in groups for i in (*there, *back)])
+        again = [block for block in back if not self._keeps(block)]
+        weights = self._stream([i for _ in groups for i in (*there, *again)])
         run, ahead = self._run_for(micro_batches), _RunAhead()
         losses, sumsq = [], np.float32(0)
         for group in groups:
@@ -198,11 +201,19 @@ class Pipeline:
         settings, mesh = self.settings, self.run.mesh
         grouped = settings.group_size is not None and len(micro_batches) > settings.group_size
         hold = bool(settings.max_grad_norm) or settings.skip_nonfinite or grouped
-        held: dict[int, HostGradients | HostSums] = {}
+        held: dict[int, HostGradients | DeviceGradients | HostSums] = {}
 
-        def sink(block: int, grads: HostGradients) -> None:
+        def update(block: int, scale: float) -> None:
+            grads = held.pop(block)
+            if block in self.store.resident:
+                self._updater.update_resident(block, grads, scale)
+            else:
+                self._updater.submit(block, grads, scale, must_be_finite=not hold)
+
+        def sink(block: int, grads: HostGradients | DeviceGradients) -> None:
             if not hold:
-                self._updater.submit(block, grads, 1.0, must_be_finite=True)
+                held[block] = grads
+                update(block, 1.0)
             elif not grouped:
                 held[block] = grads
             elif block in held:
@@ -222,7 +233,9 @@ class Pipeline:
             applied = finite or not settings.skip_nonfinite
             scale = clip_scale(norm, settings.max_grad_norm)
             for block in sorted(held) if applied else ():
-                self._updater.submit(block, held[block], scale)
+                update(block, scale)
+        elif not math.isfinite(norm):
+            raise NonFiniteError(f"the norm of the gradient is {norm}; training.skip_nonfinite: true skips such steps")
         end, forward_end = time.perf_counter(), self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
         return StepOutcome(loss, norm, applied, seconds)
@@ -249,6 +262,10 @@ class Pipeline:
         plain = all(has_plain_rows(batch) for batch in batches)
         return dataclasses.replace(self.run, attention=dataclasses.replace(self.run.attention, segments=not plain))
 
+    def _keeps(self, block: int) -> bool:
+        """Whether a layer keeps its intermediates; the last ones do, because their backward comes first."""
+        return self._head - self.settings.keep_layers <= block < self._head
+
     def _trainable(self, block: int) -> frozenset[str]:
         return frozenset(path for path, tensor in self.store.blocks[block].items() if tensor.trainable)
 
@@ -262,12 +279,22 @@ class Pipeline:
             ahead.dispatched(xs[m])
             self._record.watch("forward", 0, m, xs[m])
         for block in range(1, self._head):
-            layer, w = templates.layer_forward(self._blocks[block], run), weights.take()
+            keep = kept is not None and block >= self._lowest and self._keeps(block)
+            if keep:
+                layer = templates.layer_forward_keeping(self._blocks[block], run, self._trainable(block))
+            else:
+                layer = templates.layer_forward(self._blocks[block], run)
+            w = weights.take()
             for m, batch in enumerate(placed):
                 ahead.admit()
-                if kept is not None and block >= self._lowest:
-                    kept.put(block, m, xs[m])
-                xs[m], _ = layer(w, xs[m], batch.context)
+                if keep:
+                    xs[m], _, pullback = layer(w, xs[m], batch.context)
+                    kept.put_pullback(block, m, pullback)
+                    del pullback
+                else:
+                    if kept is not None and block >= self._lowest:
+                        kept.put(block, m, xs[m])
+                    xs[m], _ = layer(w, xs[m], batch.context)
                 ahead.dispatched(xs[m])
                 self._record.watch("forward", block, m, xs[m])
         return xs
@@ -292,17 +319,22 @@ class Pipeline:
 
     def _backward_layer(self, run, ahead, weights, placed, kept: Activations, block, dxs, sumsq, sink: Sink):
         """Replaces `dxs` by the gradients of the layer's inputs; the running squared norm."""
-        w, acc = weights.take(), None
+        keeps, acc = self._keeps(block), None
+        w = None if keeps else weights.take()
         for m, batch in enumerate(placed):
             last = m == len(placed) - 1
-            template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
             ahead.admit()
-            x = kept.take(block, m)
+            if keeps:
+                template = templates.layer_backward_kept(run, last)
+                operands = (kept.take_pullback(block, m), (dxs[m], ()))
+            else:
+                template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
+                operands = (w, kept.take(block, m), (dxs[m], ()), batch.context)
             kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
-            dxs[m], acc, sumsq, marker = template(w, x, (dxs[m], ()), batch.context, acc, sumsq)
+            dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
+            del operands
             ahead.dispatched(marker)
             self._record.watch("backward", block, m, marker)
-            del x
         self._emit(block, acc, sumsq, sink)
         return sumsq
 
@@ -320,6 +352,9 @@ class Pipeline:
     def _emit(self, block: int, grads: dict[str, jax.Array], sumsq: jax.Array, sink: Sink) -> None:
         """Sends a block's gradients on their way; a block without trainable tensors has none."""
         if grads:
+            if block in self.store.resident:
+                sink(block, DeviceGradients(grads, sumsq))
+                return
             landing = self.run.mesh.gradients_to_host(grads, sumsq)
             self._record.watch("d2h", block, None, landing.arrays)
             sink(block, landing)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.models.attention import AttentionOptions
-from megatrain_jax.models.blocks import DecoderLayer, Embedding, Head, Weights, bind, tensor_shapes
+from megatrain_jax.models.blocks import INTERMEDIATES, DecoderLayer, Embedding, Head, Weights, bind, tensor_shapes
 from megatrain_jax.models.losses import head_loss, head_loss_and_grads
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 from megatrain_jax.stream.transfer import AXIS, Mesh
@@ -142,13 +142,48 @@ def layer_backward(block: LayerSpec, run: Execution, trainable: frozenset[str], 
         train, frozen = _split(run.unpack(weights, block), trainable)
         _, vjp = jax.vjp(lambda train, x: layer.apply(bind(train | frozen), x, context), train, x)
         grads, dx = vjp(cotangent)
-        sums = run.accumulate(acc, grads, last=last)
-        if last:
-            sums, sumsq = run.close(sums, sumsq)
-        dx = run.split_rows(dx)
-        return dx, sums, sumsq, _marker(dx)
+        return _finish_layer(run, grads, dx, acc, sumsq, last)
 
     return jax.jit(backward, donate_argnames="cotangent" if last else ("cotangent", "acc"))
+
+
+@functools.lru_cache(maxsize=None)
+def layer_forward_keeping(block: LayerSpec, run: Execution, trainable: frozenset[str]):
+    """``(weights, x [B, S, D], context) -> (y, stats, pullback)``: what backward needs is kept and not computed again.
+
+    The pullback holds the weights, the input and `INTERMEDIATES`, and goes to `layer_backward_kept`.
+    """
+    layer = DecoderLayer(block, run.attention)
+
+    def forward(weights, x, context):
+        train, frozen = _split(run.unpack(weights, block), trainable)
+        apply = jax.checkpoint(
+            lambda train, x: layer.apply(bind(train | frozen), x, context),
+            policy=jax.checkpoint_policies.save_only_these_names(*INTERMEDIATES),
+        )
+        (y, stats), pullback = jax.vjp(apply, train, x)
+        return run.split_rows(y), stats, pullback
+
+    return jax.jit(forward)
+
+
+@functools.lru_cache(maxsize=None)
+def layer_backward_kept(run: Execution, last: bool):
+    """``(pullback, (dy, dstats), acc, sumsq) -> (dx, gradients, sumsq, marker)``, as `layer_backward`."""
+
+    def backward(pullback, cotangent, acc, sumsq):
+        grads, dx = pullback(cotangent)
+        return _finish_layer(run, grads, dx, acc, sumsq, last)
+
+    return jax.jit(backward, donate_argnames="cotangent" if last else ("cotangent", "acc"))
+
+
+def _finish_layer(run: Execution, grads: Weights, dx: jax.Array, acc: Weights | None, sumsq: jax.Array, last: bool):
+    sums = run.accumulate(acc, grads, last=last)
+    if last:
+        sums, sumsq = run.close(sums, sumsq)
+    dx = run.split_rows(dx)
+    return dx, sums, sumsq, _marker(dx)
 
 
 @functools.lru_cache(maxsize=None)

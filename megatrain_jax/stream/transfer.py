@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -67,19 +67,22 @@ class Mesh:
 
         The host buffers may be rewritten once every computation that reads the result has finished, not before.
         """
+        there = {path: tensor.on_device() for path, tensor in tensors.items() if tensor.resident}
+        coming = {path: tensor for path, tensor in tensors.items() if not tensor.resident}
         if self.size == 1:
-            return jax.device_put({p: t.wire[0].reshape(t.shape) for p, t in tensors.items()}, self.sharding())
-        return {
+            return there | jax.device_put({p: t.wire[0].reshape(t.shape) for p, t in coming.items()}, self.sharding())
+        return there | {
             path: self._assemble((self.size, tensor.row_length), [row[None] for row in tensor.wire])
-            for path, tensor in tensors.items()
+            for path, tensor in coming.items()
         }
 
     def put_batch(self, batch: Batch) -> Batch:
         """Copies a batch of NumPy arrays to the devices, its rows split evenly; padded with rows of zero weight."""
         missing = -len(batch.token_ids) % self.size
-        return Batch(*(self._put_rows(np.pad(field, [(0, missing), (0, 0)])) for field in batch))
+        return Batch(*(self.put_rows(np.pad(field, [(0, missing), (0, 0)])) for field in batch))
 
-    def _put_rows(self, array: np.ndarray) -> jax.Array:
+    def put_rows(self, array: np.ndarray) -> jax.Array:
+        """Copies an array to the devices, its leading axis, which they divide, split evenly."""
         # A copy, because the caller may reuse its arrays and the CPU backend would read them in place.
         if self.size == 1:
             return jax.device_put(array.copy(), self.sharding())
@@ -131,6 +134,13 @@ class Mesh:
 
             return np.array(multihost_utils.process_allgather(x, tiled=True))
         return np.array(x)
+
+
+class DeviceGradients(NamedTuple):
+    """Gradients of a block that stays on the device. Attributes as those of `HostGradients`."""
+
+    arrays: Mapping[str, jax.Array]
+    sumsq: jax.Array
 
 
 class HostGradients:

@@ -14,7 +14,7 @@ from megatrain_jax.host.layouts import cpu_device, view
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.store import HostStore
 from megatrain_jax.stream.events import Recorder
-from megatrain_jax.stream.transfer import HostGradients
+from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
 
 
 class NonFiniteError(ArithmeticError):
@@ -95,6 +95,12 @@ class Updater:
             self._pending.add(block)
             self._jobs[block] = (grads, scale, must_be_finite)
             self._changed.notify_all()
+
+    def update_resident(self, block: int, grads: DeviceGradients, scale: float) -> None:
+        """Starts the update of a block that lives on the device, which it skips itself if a gradient is not finite."""
+        checked = jnp.where(jnp.isfinite(grads.sumsq), np.float32(scale), np.float32(np.nan))
+        for path, tensor in self._store.owned(block).items():
+            self._optimizer.update_resident(tensor, grads.arrays[path], checked)
 
     def is_pending(self, blocks: Iterable[int]) -> bool:
         with self._changed:

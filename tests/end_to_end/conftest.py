@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +166,11 @@ def project(tmp_path, model_folder) -> Project:
     return Project(tmp_path, model_folder)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_programs(tmp_path_factory):
-    """What one run compiled serves the others, those in processes of their own too; compiling would take most of the time."""
+@contextlib.contextmanager
+def compile_once(folder: Path) -> Iterator[None]:
+    """What one run compiled serves the others, those in processes of their own too; it would take most of the time."""
     options = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
@@ -180,3 +181,9 @@ def shared_programs(tmp_path_factory):
             jax.config.update(name, value)
         yield
         jax.config.update("jax_compilation_cache_dir", None)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def shared_programs(tmp_path_factory):
+    with compile_once(tmp_path_factory.mktemp("compiled")):
+        yield

@@ -1,0 +1,214 @@
+"""Figures against what is really allocated, decisions against their properties."""
+
+import dataclasses
+import gc
+import math
+import tracemalloc
+
+import jax
+import numpy as np
+import pytest
+
+from megatrain_jax.config import MemoryConfig, OptimizerConfig, TrainingConfig, UserError
+from megatrain_jax.host.optimizer import HostOptimizer
+from megatrain_jax.host.pages import Pages
+from megatrain_jax.stream import planner
+from megatrain_jax.stream.planner import GIB, host_memory, make_plan, state_bytes_per_parameter
+from tests.conftest import small_spec
+from tests.reference import execution, make_model, random_weights
+
+SPEC = small_spec(4, hidden_size=256, intermediate_size=512, head_dim=64)
+INPUT = 5 * 8 * 64 * 256 * 4  # kept inputs of a micro-batch: blocks x rows x tokens x width x bytes
+
+
+def plan(memory=MemoryConfig(), spec=SPEC, **changes):
+    fields = dict(
+        trained=spec.num_parameters,
+        batch_size=8,
+        seq=64,
+        micro_batches=4,
+        dtype="float32",
+        devices=1,
+        own_memory=True,
+        state_bytes=16,
+        hold_gradients=True,
+        device_bytes=None,
+        host_bytes=None,
+    )
+    return make_plan(spec, memory, **fields | changes)
+
+
+def budget(size):
+    return size / GIB
+
+
+def test_kept_inputs_are_one_array_a_layer_and_one_for_the_head():
+    assert plan(micro_batches=1).activations == INPUT
+    assert plan().activations == 4 * INPUT
+    assert plan(batch_size=9, devices=2, micro_batches=1).activations == INPUT / 8 * 5  # rows of the fuller device
+
+
+@pytest.mark.parametrize("what", ["batch_size", "seq", "micro_batches", "trained", "state_bytes"])
+@pytest.mark.parametrize("own_memory", [True, False])
+def test_more_never_needs_less(what, own_memory):
+    base = {"batch_size": 8, "seq": 64, "micro_batches": 4, "trained": 1000, "state_bytes": 12}[what]
+    plans = [plan(own_memory=own_memory, **{what: base * n}) for n in (1, 2, 5)]
+    for less, more in zip(plans, plans[1:]):
+        assert more.host >= less.host and more.device >= less.device
+        assert more.host + more.device > less.host + less.device
+
+
+def test_what_is_frozen_costs_its_wire_alone():
+    n = SPEC.num_parameters
+    whole, half = plan(), plan(trained=n // 2)
+    assert whole.state == 16 * n and half.state == 16 * (n // 2) + 4 * (n - n // 2)
+    assert half.gradients == 4 * (n // 2)
+    assert plan(hold_gradients=False).gradients == 0
+
+
+def test_where_all_fits_nothing_is_offloaded_or_split():
+    roomy = plan(device_bytes=plan().device)
+    assert (roomy.group_size, roomy.offload_activations) == (4, False)
+
+
+def test_inputs_that_do_not_fit_on_the_device_wait_in_host_memory():
+    got = plan(device_bytes=plan().device - 1)
+    assert (got.group_size, got.offload_activations) == (4, True)
+    assert got.device == plan().working
+    assert got.host == plan().host + 4 * INPUT
+
+
+def test_offloaded_inputs_of_all_devices_are_on_the_host():
+    memory = MemoryConfig(offload_activations=True)
+    one, two = plan(memory, batch_size=8), plan(memory, batch_size=16, devices=2)
+    assert two.host - one.host == one.activations == two.activations
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_groups_are_as_large_as_the_device_holds_where_nothing_may_be_offloaded(group):
+    memory = MemoryConfig(offload_activations=False)
+    for spare in (0, INPUT - 1):
+        got = plan(dataclasses.replace(memory, device_budget=budget(plan().working + group * INPUT + spare)))
+        assert (got.group_size, got.offload_activations) == (group, False)
+        assert got.activations == group * INPUT
+        assert got.gradients == 4 * SPEC.num_parameters  # summed in float32
+
+
+def test_groups_are_as_large_as_the_host_holds_where_everything_is_offloaded():
+    memory = MemoryConfig(offload_activations=True)
+    least = plan(memory, micro_batches=1)
+    got = plan(dataclasses.replace(memory, host_budget=budget(least.host + INPUT)))
+    assert (got.group_size, got.offload_activations) == (2, True)
+
+
+def test_when_neither_holds_all_the_device_works_in_groups():
+    one = plan(micro_batches=1, device_bytes=None)
+    got = plan(device_bytes=plan().working + 2 * INPUT, host_bytes=one.host)
+    assert (got.group_size, got.offload_activations) == (2, False)
+
+
+def test_without_a_memory_of_its_own_everything_is_the_hosts():
+    got = plan(own_memory=False)
+    assert got.host == got.state + got.gradients + got.activations + got.working
+    assert not plan(MemoryConfig(offload_activations=True), own_memory=False).offload_activations
+    tight = plan(own_memory=False, host_bytes=got.host - 1)
+    assert tight.group_size == 3 and tight.host <= got.host - 1
+
+
+@pytest.mark.parametrize("own_memory", [True, False])
+@pytest.mark.parametrize("offload", ["auto", True, False])
+def test_no_plan_is_larger_than_its_budgets(own_memory, offload):
+    free, rng, refused = plan(micro_batches=6, own_memory=own_memory), np.random.default_rng(0), 0
+    for _ in range(200):
+        device, host = (int(free_size * rng.uniform(0.5, 1.3)) for free_size in (free.device, free.host))
+        try:
+            got = plan(
+                MemoryConfig(offload_activations=offload),
+                micro_batches=6,
+                own_memory=own_memory,
+                device_bytes=device,
+                host_bytes=host,
+            )
+        except UserError:
+            refused += 1
+            continue
+        assert got.host <= host and got.device <= device and 1 <= got.group_size <= 6
+    assert 0 < refused < 200
+
+
+def test_refusals_have_the_figures_and_the_remedy():
+    n = SPEC.num_parameters
+    with pytest.raises(UserError) as error:
+        plan(host_bytes=16 * n)
+    assert f"{16 * n / GIB:.3g} GiB for weights" in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("memory.host_budget: ") and "model.freeze" in str(error.value)
+    with pytest.raises(
+        UserError, match="memory.device_budget: a micro-batch of 8 x 64 tokens .*lower training.batch_size"
+    ):
+        plan(MemoryConfig(offload_activations=False), device_bytes=plan().working + INPUT - 1)
+    with pytest.raises(UserError, match="memory.device_budget"):
+        plan(MemoryConfig(offload_activations=True), device_bytes=plan().working - 1)
+    with pytest.raises(UserError, match="memory.host_budget: a micro-batch"):
+        plan(own_memory=False, host_bytes=plan(own_memory=False, micro_batches=1).host - 1)
+
+
+def test_a_budget_of_the_user_wins_over_what_is_free():
+    enough = budget(plan().host + plan().device)
+    memory = MemoryConfig(device_budget=enough, host_budget=enough)
+    assert plan(memory, device_bytes=1, host_bytes=1) == plan()
+
+
+@pytest.mark.parametrize(
+    "dtype, split, expected", [("float32", False, 12), ("bfloat16", False, 14), ("bfloat16", True, 12)]
+)
+def test_bytes_per_parameter_are_what_the_store_allocates(monkeypatch, dtype, split, expected):
+    """Counted where memory is taken: arrays of the CPU backend, pages of the wire, NumPy arrays."""
+    assert state_bytes_per_parameter(dtype, own_memory=False, optimizer_bytes=8, split=split) == expected
+    if split:
+        pytest.importorskip("numba")
+    gc.collect()
+    pages, before = [], sum(array.nbytes for array in jax.live_arrays())
+    init = Pages.__init__
+
+    def counted(self, size, **options):
+        pages.append(size)
+        init(self, size, **options)
+
+    monkeypatch.setattr(Pages, "__init__", counted)
+    spec = small_spec(2, hidden_size=512, intermediate_size=1024, head_dim=128)
+    weights = random_weights(spec)
+    tracemalloc.start()
+    try:
+        store = make_model(spec, weights, execution(dtype), layout="split" if split else "chunks").store
+        HostOptimizer(store, OptimizerConfig(), TrainingConfig(), 10)
+        gc.collect()
+        in_jax = sum(array.nbytes for array in jax.live_arrays()) - before
+        in_numpy = tracemalloc.get_traced_memory()[0] if split else 0
+    finally:
+        tracemalloc.stop()
+    assert (in_jax + sum(pages) + in_numpy) / spec.num_parameters == pytest.approx(expected, rel=0.02)
+
+
+def test_free_host_memory_is_that_of_the_machine_or_of_a_tighter_container(monkeypatch, tmp_path):
+    free = host_memory()
+    assert free is None or 0 < free < 2**50
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n",
+        "/sys/fs/cgroup/memory.max": "3000000\n",
+        "/sys/fs/cgroup/memory.current": "1000000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 500000\n",
+    }
+
+    def fake_open(path, **_):
+        if path not in files:
+            raise FileNotFoundError(path)
+        target = tmp_path / "file"
+        target.write_text(files[path])
+        return target.open()
+
+    monkeypatch.setattr(planner, "open", fake_open, raising=False)
+    assert host_memory() == 3000000 - 1000000 + 500000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert host_memory() == 4000 * 1024
+    files.clear()
+    assert host_memory() is None and math.isinf(planner._budget("auto", None))

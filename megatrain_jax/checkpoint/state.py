@@ -54,7 +54,7 @@ def save(folder: Path, store: HostStore, meta: Mapping[str, Any]) -> None:
             if arrays:
                 keys |= {name: list(state) for name, state in arrays.items()}
                 _orbax().save(part / _block_name(block), [list(state.values()) for state in arrays.values()])
-        content = {"format": _FORMAT, "shapes": _shapes(store), "keys": keys, "meta": dict(meta)}
+        content = {"format": _FORMAT, "shapes": _shapes(store), "keys": keys, "files": _sizes(part), "meta": dict(meta)}
         with open(part / "meta.json", "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
             file.flush()
@@ -80,6 +80,12 @@ def load(folder: Path, store: HostStore) -> dict[str, Any]:
             f"{_KEY}: '{folder}' is of another model or other model.freeze: {name} is {_found(saved, name)} there and "
             f"{_found(expected, name)} here; choose another output_dir"
         )
+    sizes = _sizes(folder)
+    if wrong := [name for name, size in content["files"].items() if sizes.get(name) != size]:
+        raise UserError(
+            f"{_KEY}: '{folder}' is damaged, delete it to resume from an older one: '{wrong[0]}' has "
+            f"{sizes.get(wrong[0], 0)} of {content['files'][wrong[0]]} bytes"
+        )
     for block in range(len(store.blocks)):
         tensors = store.owned(block).values()
         if not tensors:
@@ -90,11 +96,6 @@ def load(folder: Path, store: HostStore) -> dict[str, Any]:
                 tensor.load_state_arrays(dict(zip(content["keys"][tensor.name], arrays, strict=True)))
         except KeyError as error:
             raise UserError(f"{_KEY}: '{folder}' is of another optimizer: {error.args[0]}") from error
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"{_KEY}: '{folder}' is damaged, delete it to resume from an older one: {reason}"
-            ) from error
     return content["meta"]
 
 
@@ -131,6 +132,15 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _shapes(store: HostStore) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in store.tensors.items() if tensor.trainable}
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of every file of the blocks, by its path in the checkpoint."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.glob("block-*/**/*")
+        if path.is_file()
+    }
 
 
 def _found(shapes: Mapping[str, list[int]], name: str) -> str:

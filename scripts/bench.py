@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=1024, help="tokens in a row")
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="timed steps, after two that compile and warm up")
-    parser.add_argument("--clip", type=float, nargs="+", default=[1.0], help="max_grad_norm; 0 updates at once; several run in turn")
+    parser.add_argument(
+        "--clip", type=float, nargs="+", default=[1.0], help="max_grad_norm; 0 updates at once; several run in turn"
+    )
     parser.add_argument("--keep", type=int, default=0, help="layers that keep their intermediates")
     parser.add_argument("--resident", nargs="*", default=[], help="blocks that stay on the device; -1 is the head")
     parser.add_argument("--optimizer", default="adamw")
@@ -106,9 +108,14 @@ def run(options: argparse.Namespace):
         began = time.perf_counter()
         mesh = make_mesh(config.model.device)
         depth = options.layers or json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
-        model = load_for_training(config, mesh, {int(b) if int(b) >= 0 else depth + 2 + int(b) for b in options.resident})
+        model = load_for_training(
+            config, mesh, {int(b) if int(b) >= 0 else depth + 2 + int(b) for b in options.resident}
+        )
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
-        print(f"{model.spec.num_parameters / 1e9:.3f} B parameters in {time.perf_counter() - began:.1f} s", file=sys.stderr)
+        print(
+            f"{model.spec.num_parameters / 1e9:.3f} B parameters in {time.perf_counter() - began:.1f} s",
+            file=sys.stderr,
+        )
         rng = np.random.default_rng(0)
         shape = (options.batch, options.seq)
         batches = [unpadded_batch(rng.integers(0, model.spec.vocab_size, shape)) for _ in range(options.micro_batches)]
@@ -161,7 +168,9 @@ def run(options: argparse.Namespace):
             }
             print(json.dumps(result), flush=True)
             if "BENCH_EVENTS" in os.environ:
-                Path(os.environ["BENCH_EVENTS"]).write_text("\n".join(f"{e.when - started:.4f} {e.what} {e.block}" for e in events))
+                Path(os.environ["BENCH_EVENTS"]).write_text(
+                    "\n".join(f"{e.when - started:.4f} {e.what} {e.block}" for e in events)
+                )
             yield result
 
 
@@ -184,7 +193,9 @@ def busy(events: list, what: str) -> float:
 
 def commit() -> str:
     try:
-        return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

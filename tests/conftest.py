@@ -1,5 +1,10 @@
 """What every test shares: a strict jax and small models."""
 
+import os
+
+# Nearly all the time of these tests is compilation. Processes that the tests start inherit this.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 import pytest
 

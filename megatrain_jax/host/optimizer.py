@@ -7,6 +7,7 @@ model is refused, because blocks are updated at different times.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -174,6 +175,15 @@ def make_rule(
     return Rule(jax.jit(tx.init), step, kernel)
 
 
+@functools.lru_cache(maxsize=8)
+def _rules(optimizer: OptimizerConfig, training: TrainingConfig, kwargs: tuple, total_steps: int, layout: Layout):
+    """Schedule and rules of a configuration, the same objects every time, so that they are compiled once."""
+    training = dataclasses.replace(training, lr_scheduler_kwargs=dict(kwargs))
+    schedule = make_schedule(training, total_steps)
+    rule = functools.partial(make_rule, optimizer, training.weight_decay, schedule, layout=layout)
+    return schedule, rule(decay=True), rule(decay=False)
+
+
 class HostOptimizer:
     """The optimizer of every trainable tensor of a store; its state lives in the store.
 
@@ -184,11 +194,9 @@ class HostOptimizer:
     """
 
     def __init__(self, store: HostStore, optimizer: OptimizerConfig, training: TrainingConfig, total_steps: int):
-        self.schedule = make_schedule(training, total_steps)
-        self._decayed, self._undecayed = (
-            make_rule(optimizer, training.weight_decay, self.schedule, decay=decay, layout=store.layout)
-            for decay in (True, False)
-        )
+        shape = dataclasses.replace(training, lr_scheduler_kwargs=())
+        kwargs = tuple(sorted(training.lr_scheduler_kwargs.items()))
+        self.schedule, self._decayed, self._undecayed = _rules(optimizer, shape, kwargs, total_steps, store.layout)
         self._no_decay = tuple(optimizer.no_decay)
         for tensor in store.tensors.values():
             if tensor.trainable:
@@ -207,7 +215,8 @@ class HostOptimizer:
 
     def learning_rate(self, applied_steps: int) -> float:
         """Learning rate of the step that follows `applied_steps` applied ones."""
-        return float(self.schedule(applied_steps))
+        with jax.default_device(cpu_device()):
+            return float(self.schedule(applied_steps))
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.store import Rows
-from megatrain_jax.stream.transfer import AXIS, Mesh
+from megatrain_jax.stream.transfer import Mesh
 
 
 @functools.partial(jax.jit, static_argnames="step", donate_argnames=("params", "state"))
@@ -35,7 +35,9 @@ class ResidentTensor:
 
     resident = True
 
-    def __init__(self, name: str, shape: tuple[int, ...], *, owner: int, trainable: bool, rows: Rows, mesh: Mesh, dtype):
+    def __init__(
+        self, name: str, shape: tuple[int, ...], *, owner: int, trainable: bool, rows: Rows, mesh: Mesh, dtype
+    ):
         self.name, self.shape, self.owner, self.trainable, self.rows = name, shape, owner, trainable, rows
         self.size = math.prod(shape)
         self.row_length = math.ceil(self.size / rows.count)

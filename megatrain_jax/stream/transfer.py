@@ -23,7 +23,7 @@ from megatrain_jax.models.spec import Batch
 AXIS = "data"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Mesh:
     """One or more devices that share every step; batches are split over them, weights cross as one row to each.
 

@@ -36,7 +36,9 @@ def train(spec, settings, resident, steps):
 
 
 @pytest.mark.parametrize("spec", [SPEC, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("settings", [Settings(max_grad_norm=0.5), Settings(skip_nonfinite=False)], ids=["held", "at once"])
+@pytest.mark.parametrize(
+    "settings", [Settings(max_grad_norm=0.5), Settings(skip_nonfinite=False)], ids=["held", "at once"]
+)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_resident_blocks_and_kept_layers_change_nothing(spec, settings, micro_batches):
     steps = [[random_batch(spec, 10 * s + m) for m in range(micro_batches)] for s in range(4)]
@@ -121,11 +123,11 @@ def test_a_checkpoint_of_resident_blocks_is_that_of_streamed_ones(resident):
     steps = [[random_batch(SPEC, s)] for s in range(4)]
     _, whole, _ = train(SPEC, Settings(), (), steps)
     first, second = make_model(SPEC, random_weights(SPEC), resident=resident), make_model(SPEC, random_weights(SPEC, 1))
+    saved = {}
     for model, part in ((first, steps[:2]), (second, steps[2:])):
         with training(model, Settings()) as (pipeline, updater):
-            if model is second:
-                for name, arrays in saved.items():
-                    model.store.tensors[name].load_state_arrays(arrays)
+            for name, arrays in saved.items():
+                model.store.tensors[name].load_state_arrays(arrays)
             for step in part:
                 pipeline.train_step(step)
             updater.drain()

@@ -169,6 +169,10 @@ class MemoryConfig:
       device_budget: GiB of each accelerator's memory; "auto" is what is free.
       host_budget: GiB of host memory; "auto" is what is free, within the container's limit.
       offload_activations: block inputs wait in host memory; "auto" only when they do not fit on the device.
+      keep_intermediates: number of layers (the last ones) that keep what backward needs on the device and are not
+        recomputed; "auto" is as many as there is room for.
+      resident_blocks: number of blocks that stay on the device with their optimizer state: embedding, head, then layers
+        from the first on; "auto" is as many as pay and fit.
       pin_memory: register the weights' pages with the driver, so that copies run at the link's speed.
       loss_tile: tokens whose logits exist at once.
     """
@@ -176,6 +180,8 @@ class MemoryConfig:
     device_budget: Literal["auto"] | Positive = "auto"
     host_budget: Literal["auto"] | Positive = "auto"
     offload_activations: Literal["auto"] | bool = "auto"
+    keep_intermediates: Literal["auto"] | Size = "auto"
+    resident_blocks: Literal["auto"] | Size = "auto"
     pin_memory: bool = True
     loss_tile: Count = 4096
 

@@ -30,7 +30,7 @@ from megatrain_jax.report.plot import plot_loss
 from megatrain_jax.report.progress import Progress, make_progress
 from megatrain_jax.stream.events import Listener, Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
-from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, state_bytes_per_parameter
+from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, spend_room, state_bytes_per_parameter
 from megatrain_jax.stream.transfer import Mesh, make_mesh
 from megatrain_jax.stream.updater import Updater
 
@@ -165,14 +165,9 @@ def _state_bytes(config: Config, own_memory: bool) -> float:
 
 
 def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
-    """Where block inputs wait, how micro-batches are grouped, and what that needs. See `make_plan`."""
-    training = config.training
-    return make_plan(
-        prepared.spec,
-        config.memory,
-        trained=prepared.trained,
-        batch_size=training.batch_size,
-        seq=prepared.dataset.sequence_length,
+    """Where everything waits, how micro-batches are grouped, and what that needs. See `make_plan` and `spend_room`."""
+    training, seq = config.training, prepared.dataset.sequence_length
+    common = dict(
         micro_batches=training.gradient_accumulation_steps,
         dtype=config.model.dtype,
         devices=mesh.size,
@@ -181,6 +176,13 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
         hold_gradients=bool(training.max_grad_norm) or training.skip_nonfinite,
         device_bytes=mesh.memory_bytes(),
         host_bytes=host_memory(),
+    )
+    first = make_plan(
+        prepared.spec, config.memory, trained=prepared.trained, batch_size=training.batch_size, seq=seq, **common
+    )
+    tokens = math.ceil(training.batch_size / mesh.size) * seq
+    return spend_room(
+        first, prepared.spec, config.memory, tokens=tokens, optimizer_bytes=_optimizer_bytes(config), **common
     )
 
 
@@ -217,14 +219,15 @@ def describe_needs(config: Config, prepared: Preparation) -> str:
     return f"memory     host {each * prepared.trained / GIB:.2f} GiB for weights and optimizer ({each:.3g} B/parameter)"
 
 
-def _describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> str:
+def _describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> list[str]:
     where = "in host memory" if p.offload_activations else "on the device"
     groups = "" if p.group_size == micro_batches else f", micro-batches in groups of {p.group_size}"
-    return (
+    return [
         f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}), device about "
-        f"{p.device / GIB:.2f} GiB, block inputs {where} ({p.activations / GIB:.2f} GiB{groups}); "
-        f"{mesh.size} x {mesh.devices[0].device_kind}"
-    )
+        f"{p.device / GIB:.2f} GiB of {mesh.size} x {mesh.devices[0].device_kind}",
+        f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
+        f"intermediates, {len(p.resident)} blocks stay on the device",
+    ]
 
 
 # ---------------------------------------------------------------------- the run
@@ -259,7 +262,7 @@ class Trainer:
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
         p = plan(config, prepared, mesh)
-        model = models.load_for_training(config, mesh)
+        model = models.load_for_training(config, mesh, p.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
         at = Position(**state.load(resume, model.store)) if resume else Position()
 
@@ -268,7 +271,11 @@ class Trainer:
         record = Recorder(self._listener)
         updater = Updater(model.store, optimizer, record)
         settings = Settings(
-            p.group_size, p.offload_activations, config.training.max_grad_norm, config.training.skip_nonfinite
+            p.group_size,
+            p.offload_activations,
+            p.keep_layers,
+            config.training.max_grad_norm,
+            config.training.skip_nonfinite,
         )
         pipeline = Pipeline(model.store, model.run, settings, record, updater)
         with (
@@ -280,7 +287,7 @@ class Trainer:
         ):
             for line in [
                 *describe(config, prepared),
-                _describe_plan(p, config.training.gradient_accumulation_steps, mesh),
+                *_describe_plan(p, config.training.gradient_accumulation_steps, mesh),
             ]:
                 progress.message(line)
             if resume:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 SHAPES = {
@@ -63,10 +64,16 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6, help="timed steps, after two that compile and warm up")
     parser.add_argument(
-        "--clip", type=float, nargs="+", default=[1.0], help="max_grad_norm; 0 updates at once; several run in turn"
+        "--clip",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        help="max_grad_norm; 0 updates at once; several run in turn on the plan of the first",
     )
-    parser.add_argument("--keep", type=int, default=0, help="layers that keep their intermediates")
-    parser.add_argument("--resident", nargs="*", default=[], help="blocks that stay on the device; -1 is the head")
+    parser.add_argument("--keep", default="auto", help="layers that keep their intermediates; auto or a number")
+    parser.add_argument("--resident", default="auto", help="blocks that stay on the device; auto or a number")
+    parser.add_argument("--device-budget", default="auto", help="GiB of device memory that may be used")
+    parser.add_argument("--backend", default="auto", help="of the optimizer: auto, fused or optax")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
@@ -78,7 +85,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace):
-    from megatrain_jax.config import Config, DatasetConfig, ModelConfig, OptimizerConfig, TrainingConfig
+    from megatrain_jax.config import Config, DatasetConfig, MemoryConfig, ModelConfig, OptimizerConfig, TrainingConfig
     from megatrain_jax.train import settle_environment
 
     with contextlib.ExitStack() as stack:
@@ -90,8 +97,18 @@ def run(options: argparse.Namespace):
         config = Config(
             ModelConfig(folder, init="random", config_overrides=overrides, dtype=options.dtype, device=options.device),
             DatasetConfig("", max_seq_len=options.seq),
-            TrainingConfig(batch_size=options.batch, gradient_accumulation_steps=options.micro_batches),
-            OptimizerConfig(options.optimizer),
+            TrainingConfig(
+                batch_size=options.batch,
+                gradient_accumulation_steps=options.micro_batches,
+                max_grad_norm=options.clip[0],
+                skip_nonfinite=bool(options.clip[0]),
+            ),
+            OptimizerConfig(options.optimizer, backend=options.backend),
+            MemoryConfig(
+                device_budget=number(options.device_budget),
+                keep_intermediates=number(options.keep),
+                resident_blocks=number(options.resident),
+            ),
         )
         settle_environment(config)
         import jax
@@ -99,18 +116,20 @@ def run(options: argparse.Namespace):
 
         from megatrain_jax.host.optimizer import HostOptimizer
         from megatrain_jax.model import load_for_training, unpadded_batch
+        from megatrain_jax.models.families import read_config, spec_from_config
         from megatrain_jax.report.metrics import host_peak_bytes
         from megatrain_jax.stream.events import Recorder
         from megatrain_jax.stream.pipeline import Pipeline, Settings
         from megatrain_jax.stream.transfer import make_mesh
         from megatrain_jax.stream.updater import Updater
+        from megatrain_jax.trainer import plan as make_plan
 
         began = time.perf_counter()
         mesh = make_mesh(config.model.device)
-        depth = options.layers or json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"]
-        model = load_for_training(
-            config, mesh, {int(b) if int(b) >= 0 else depth + 2 + int(b) for b in options.resident}
-        )
+        spec = spec_from_config(read_config(folder, overrides))
+        rows = types.SimpleNamespace(sequence_length=options.seq)
+        plan = make_plan(config, types.SimpleNamespace(spec=spec, trained=spec.num_parameters, dataset=rows), mesh)
+        model = load_for_training(config, mesh, plan.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
         print(
             f"{model.spec.num_parameters / 1e9:.3f} B parameters in {time.perf_counter() - began:.1f} s",
@@ -124,7 +143,13 @@ def run(options: argparse.Namespace):
             events: list = []
             record = Recorder(events.append)
             updater = Updater(model.store, optimizer, record)
-            settings = Settings(keep_layers=options.keep, max_grad_norm=clip, skip_nonfinite=bool(clip))
+            settings = Settings(
+                plan.group_size,
+                plan.offload_activations,
+                plan.keep_layers,
+                max_grad_norm=clip,
+                skip_nonfinite=bool(clip),
+            )
             pipeline = Pipeline(model.store, model.run, settings, record, updater)
             warm = time.perf_counter()
             for _ in range(2):
@@ -144,8 +169,9 @@ def run(options: argparse.Namespace):
             result = {
                 "shape": options.shape,
                 "layers": len(model.spec.layers),
-                "keep_layers": options.keep,
-                "resident": sorted(model.store.resident),
+                "keep_layers": plan.keep_layers,
+                "resident_blocks": len(plan.resident),
+                "optimizer_layout": model.store.layout,
                 "tokens_per_step": tokens,
                 "clip": clip,
                 "optimizer": options.optimizer,
@@ -189,6 +215,10 @@ def busy(events: list, what: str) -> float:
         elif event.what == f"{what} done" and event.block in open_:
             total += event.when - open_.pop(event.block)
     return total
+
+
+def number(text: str) -> str | float:
+    return text if text == "auto" else float(text) if "." in text else int(text)
 
 
 def commit() -> str:

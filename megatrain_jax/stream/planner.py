@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 
 from megatrain_jax.config import MemoryConfig, UserError
-from megatrain_jax.models.spec import ModelSpec
+from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
 GIB = 2**30
+
+# What decides between two uses of the same memory, measured on one H200 and 16 host cores (docs/benchmarks.md). Only
+# their ratio matters, and only for speed.
+DEVICE_FLOPS = 600e12  # matmuls of a layer, a second
+HOST_UPDATES = 4e9  # parameters that the host's optimizer updates, a second
+MARGIN = 0.95  # of the budget; the rest is for what the estimates leave out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +32,8 @@ class Plan:
       activations: kept block inputs of one group.
       working: the most that the device holds besides those.
       host, device: the sums. Where host and device are one memory, `host` is everything.
+      resident: blocks that stay on the device with their optimizer state.
+      keep_layers: this many of the last layers keep their intermediates and are not recomputed.
     """
 
     group_size: int
@@ -35,6 +44,8 @@ class Plan:
     working: int
     host: int
     device: int
+    resident: tuple[int, ...] = ()
+    keep_layers: int = 0
 
 
 def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: float, split: bool) -> float:
@@ -126,6 +137,102 @@ def make_plan(
         if plan.host <= host_budget and plan.device <= device_budget:
             return plan
     raise _refusal(choices[-1], host_budget, device_budget, f"{rows} x {seq} tokens")
+
+
+def spend_room(
+    plan: Plan,
+    spec: ModelSpec,
+    memory: MemoryConfig,
+    *,
+    tokens: int,
+    micro_batches: int,
+    dtype: str,
+    devices: int,
+    own_memory: bool,
+    optimizer_bytes: float,
+    state_bytes: float,
+    hold_gradients: bool,
+    device_bytes: int | None,
+    host_bytes: int | None,
+) -> Plan:
+    """Spends the device memory that a plan leaves: blocks that stay there, and intermediates that are not recomputed.
+
+    Embedding and head stay first: they are the largest blocks and meet at the border between two steps. Layers stay, from
+    the first on, while the host could not update the others within the time that hides it: the next forward if updates
+    wait for the clip scale, the whole step otherwise. What is left goes to intermediates.
+
+    Args:
+      plan: from `make_plan`.
+      tokens: of a micro-batch, on each device.
+      optimizer_bytes: of the optimizer's state, for a parameter.
+      others: as in `make_plan`.
+
+    Raises:
+      UserError: `keep_intermediates` or `resident_blocks` asks for more than fits.
+    """
+    itemsize = 2 if dtype == "bfloat16" else 4
+    layers = spec.layers
+    if own_memory:
+        room = MARGIN * _budget(memory.device_budget, device_bytes) - plan.device
+    else:
+        room = MARGIN * _budget(memory.host_budget, host_bytes) - plan.host
+    tight = plan.offload_activations or plan.group_size < micro_batches
+
+    order = [0, len(layers) + 1, *range(1, len(layers) + 1)]
+    wanted = 0
+    if memory.resident_blocks != "auto":
+        wanted = min(memory.resident_blocks, len(order))
+    elif own_memory and not tight:
+        forward = 2 * tokens * micro_batches / DEVICE_FLOPS  # seconds a parameter
+        hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.num_parameters for layer in layers)
+        streamed = [sum(spec.blocks[block].num_parameters for block in order[n:]) for n in range(len(order) + 1)]
+        wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
+    costs = [spec.blocks[b].num_parameters * (4 + optimizer_bytes + 2 * itemsize) / devices for b in order[:wanted]]
+    resident = _affordable(costs, room)
+    taken = sum(costs[:resident])
+    if memory.resident_blocks != "auto" and resident < wanted:
+        raise _too_much("resident_blocks", wanted, resident, sum(costs), room)
+    room -= taken
+
+    costs = [
+        plan.group_size * tokens * intermediates_per_token(layer) * itemsize + layer.num_parameters * itemsize
+        for layer in reversed(layers)
+    ]
+    if memory.keep_intermediates == "auto":
+        keep = 0 if tight else _affordable(costs, room)
+    else:
+        wanted = min(memory.keep_intermediates, len(layers))
+        keep = _affordable(costs[:wanted], room)
+        if keep < wanted:
+            raise _too_much("keep_intermediates", wanted, keep, sum(costs[:wanted]), room)
+    freed = int(sum(spec.blocks[block].num_parameters for block in order[:resident]) * state_bytes)
+    taken += sum(costs[:keep])
+    return dataclasses.replace(
+        plan,
+        state=plan.state - freed,
+        host=plan.host - freed + int(taken) * (not own_memory),
+        device=plan.device + int(taken),
+        resident=tuple(sorted(order[:resident])),
+        keep_layers=keep,
+    )
+
+
+def intermediates_per_token(layer: LayerSpec) -> int:
+    """Values that a layer keeps for each token: its input and `models.blocks.INTERMEDIATES`."""
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    return 2 * queries + 2 * keys + 2 * layer.intermediate_size + 2 * layer.hidden_size
+
+
+def _affordable(costs: list[float], room: float) -> int:
+    """How many of the costs, in their order, fit into `room`."""
+    return sum(total <= room for total in itertools.accumulate(costs))
+
+
+def _too_much(key: str, wanted: int, fits: int, needed: float, room: float) -> UserError:
+    return UserError(
+        f"memory.{key}: {wanted} need {needed / GIB:.3g} GiB and {max(room, 0) / GIB:.3g} GiB are left; "
+        f"set it to {fits} or auto"
+    )
 
 
 def _budget(setting: str | float, free: int | None) -> float:

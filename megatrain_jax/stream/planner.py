@@ -16,7 +16,7 @@ GIB = 2**30
 # What decides between two uses of the same memory, measured on one H200 and 16 host cores (docs/benchmarks.md). Only
 # their ratio matters, and only for speed.
 DEVICE_FLOPS = 600e12  # matmuls of a layer, a second
-HOST_UPDATES = 4e9  # parameters that the host's optimizer updates, a second
+HOST_UPDATES = 3e9  # parameters that the host's optimizer updates, a second, while copies run
 MARGIN = 0.95  # of the budget; the rest is for what the estimates leave out
 
 
@@ -66,7 +66,7 @@ def working_bytes(spec: ModelSpec, *, rows: int, seq: int, itemsize: int, loss_t
     tokens = rows * seq
     layer = max((block.num_parameters for block in spec.layers), default=0)
     table = spec.vocab_size * spec.hidden_size
-    inner = max((8 * s.intermediate_size + 12 * s.hidden_size for s in spec.layers), default=0)
+    inner = max((5 * s.intermediate_size + 4 * s.hidden_size for s in spec.layers), default=0)
     in_layer = layer * (5 * itemsize + 4 * accumulate) + tokens * inner * itemsize
     in_head = table * (2 * itemsize + 4) + min(loss_tile, tokens) * spec.vocab_size * 12 + 4 * tokens * spec.hidden_size
     kept = table * 4 if spec.tie_word_embeddings else 0

@@ -273,7 +273,7 @@ def test_a_run_prints_its_own_lines_and_leaves_what_it_promises(project):
     done = project.run(str(config), f"output_dir={out}")
     assert (done.returncode, done.stderr) == (0, "")
     starts = [line.split()[0] for line in done.stdout.splitlines()]
-    assert starts == ["model", "data", "eval", "training", "memory", "step", "step", "eval", "saved", "saved"]
+    assert starts == ["model", "data", "eval", "training", "memory", "stream", "step", "step", "eval", "saved", "saved"]
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoint-2",
         "config.yaml",

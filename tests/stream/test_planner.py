@@ -12,8 +12,19 @@ import pytest
 from megatrain_jax.config import MemoryConfig, OptimizerConfig, TrainingConfig, UserError
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.pages import Pages
+from megatrain_jax.models.blocks import tensor_shapes
+from megatrain_jax.models.spec import Context
 from megatrain_jax.stream import planner
-from megatrain_jax.stream.planner import GIB, host_memory, make_plan, state_bytes_per_parameter
+from megatrain_jax.stream.planner import (
+    GIB,
+    MARGIN,
+    host_memory,
+    intermediates_per_token,
+    make_plan,
+    spend_room,
+    state_bytes_per_parameter,
+)
+from megatrain_jax.stream.templates import layer_forward_keeping
 from tests.conftest import small_spec
 from tests.reference import execution, make_model, random_weights
 
@@ -212,3 +223,84 @@ def test_free_host_memory_is_that_of_the_machine_or_of_a_tighter_container(monke
     assert host_memory() == 4000 * 1024
     files.clear()
     assert host_memory() is None and math.isinf(planner._budget("auto", None))
+
+
+def spent(memory=MemoryConfig(), spec=SPEC, tokens=512, own_memory=True, **changes):
+    fields = dict(
+        micro_batches=1,
+        dtype="bfloat16",
+        devices=1,
+        own_memory=own_memory,
+        state_bytes=12,
+        hold_gradients=True,
+        device_bytes=None,
+        host_bytes=None,
+    )
+    fields |= changes
+    first = plan(memory, spec, batch_size=8, seq=tokens // 8, **fields)
+    return first, spend_room(first, spec, memory, tokens=tokens, optimizer_bytes=8, **fields)
+
+
+def test_with_room_for_everything_nothing_is_recomputed_and_the_ends_stay():
+    first, after = spent()
+    assert after.keep_layers == 4 and {0, 5} <= set(after.resident)
+    assert after.state < first.state and after.device > first.device
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_what_is_spent_is_there_and_more_room_is_never_spent_worse(hold):
+    first, everything = spent(hold_gradients=hold)
+    before = (0, 0)
+    for share in np.linspace(0, 1.2, 25):
+        room = int(first.device + share * (everything.device - first.device))
+        _, after = spent(device_bytes=room, hold_gradients=hold)
+        assert after.device <= max(room, first.device)
+        assert len(after.resident) >= before[0]
+        before = (len(after.resident), after.keep_layers)
+    assert before == (len(everything.resident), everything.keep_layers)
+
+
+def test_more_blocks_stay_when_updates_are_held_and_when_a_step_is_short():
+    wide = small_spec(12, hidden_size=1024, intermediate_size=4096, head_dim=64)
+    held, at_once = (spent(spec=wide, tokens=1 << 15, hold_gradients=hold)[1] for hold in (True, False))
+    assert len(held.resident) > len(at_once.resident) >= 2
+    assert len(spent(spec=wide, tokens=1 << 11)[1].resident) == 14
+    assert len(spent(spec=wide, tokens=1 << 20)[1].resident) == 2
+
+
+def test_without_a_memory_of_its_own_nothing_stays_and_intermediates_count_for_the_host():
+    first, after = spent(own_memory=False)
+    assert after.resident == () and after.keep_layers == 4 and after.host > first.host
+    _, tight = spent(own_memory=False, host_bytes=int(first.host / MARGIN) + 1)
+    assert tight.keep_layers == 0
+
+
+def test_nothing_is_spent_when_inputs_already_had_to_leave_or_to_wait():
+    first, _ = spent(micro_batches=4)
+    for memory in (MemoryConfig(offload_activations=True), MemoryConfig(offload_activations=False)):
+        _, after = spent(memory, micro_batches=4, device_bytes=first.device - 1)
+        assert after.offload_activations or after.group_size < 4
+        assert (after.resident, after.keep_layers) == ((), 0)
+
+
+@pytest.mark.parametrize("key, wanted", [("keep_intermediates", 3), ("resident_blocks", 4)])
+def test_what_is_asked_for_is_done_or_refused_with_figures(key, wanted):
+    _, after = spent(MemoryConfig(**{key: wanted}))
+    assert {"keep_intermediates": after.keep_layers, "resident_blocks": len(after.resident)}[key] == wanted
+    _, none = spent(MemoryConfig(**{key: 0}))
+    assert {"keep_intermediates": none.keep_layers, "resident_blocks": len(none.resident)}[key] == 0
+    first, _ = spent()
+    with pytest.raises(UserError, match=rf"memory.{key}: {wanted} need .* GiB .* set it to \d or auto"):
+        spent(MemoryConfig(**{key: wanted}), device_bytes=int(first.device / MARGIN) + 1)
+
+
+def test_kept_intermediates_are_what_the_template_keeps():
+    layer, run = SPEC.layers[0], execution()
+    weights = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(layer).items()}
+    x = jax.ShapeDtypeStruct((2, 16, layer.hidden_size), np.float32)
+    ids = jax.ShapeDtypeStruct((2, 16), np.int32)
+    template = layer_forward_keeping(layer, run, frozenset(weights))
+    *_, pullback = jax.eval_shape(template, weights, x, Context(ids, ids))
+    kept = sum(leaf.size for leaf in jax.tree.leaves(pullback) if leaf.ndim >= 3)
+    # What is not named and yet kept is small: the tables of the rotary embedding.
+    assert intermediates_per_token(layer) * 32 <= kept <= intermediates_per_token(layer) * 32 * 1.1

@@ -15,7 +15,7 @@ def test_a_ready_made_configuration_loads_and_its_header_names_itself(path, tmp_
     data = tmp_path / "rows.jsonl"
     data.touch()
     overrides = [f"model.name={tmp_path}", f"dataset.path={data}"]
-    header, rest = re.fullmatch(r"((?:#.*\n)+)(.*)", path.read_text(), re.DOTALL).groups()
+    header, rest = re.fullmatch(r"((?:#[^\n]*\n)+)(.*)", path.read_text(), re.DOTALL).groups()
     if "eval_path" in rest:
         overrides.append(f"dataset.eval_path={data}")
     config = load_config(path, overrides)

@@ -235,7 +235,9 @@ class Pipeline:
             for block in sorted(held) if applied else ():
                 update(block, scale)
         elif not math.isfinite(norm):
-            raise NonFiniteError(f"the norm of the gradient is {norm}; training.skip_nonfinite: true skips such steps")
+            raise NonFiniteError(
+                f"the gradient is not finite: its norm is {norm}; training.skip_nonfinite: true skips such steps"
+            )
         end, forward_end = time.perf_counter(), self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
         return StepOutcome(loss, norm, applied, seconds)

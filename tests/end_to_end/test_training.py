@@ -103,7 +103,7 @@ def test_ten_steps_equal_plain_optax(kind, settings, micro_batches, tied, poison
         got = read(model)
     for name, expected in plain.weights.items():
         np.testing.assert_allclose(got[name], expected, rtol=0, atol=1e-6, err_msg=name)
-        assert np.abs(got[name] - weights[name]).max() > 1e-4
+        assert np.abs(got[name] - weights[name]).max() > 1e-5  # ten times what may differ
         np.testing.assert_array_equal(np.concatenate(model.store.tensors[name].wire), got[name].reshape(-1))
     assert clipped == STEPS - (poisoned_step is not None)  # so clipping was there to be seen
 

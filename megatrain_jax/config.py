@@ -234,16 +234,33 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """A timeline of some steps: ``timeline.json`` for Perfetto and ``timeline.png``.
+
+    Attributes:
+      enabled: whether to write one.
+      start_step: the first step in it, counted from 1; the very first steps also compile.
+      num_steps: steps in it.
+    """
+
+    enabled: bool = False
+    start_step: Count = 5
+    num_steps: Count = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class LoggingConfig:
     """What a person sees while it runs.
 
     Attributes:
       log_interval: steps between two records. Aliases: logging_steps, log_every_n_steps.
       progress: "rich" is a live line, "plain" one line a record; "auto" is rich on a terminal.
+      profile: a timeline of some steps; see `ProfileConfig`.
     """
 
     log_interval: Count = 1
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
+    profile: ProfileConfig = ProfileConfig()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,6 +483,8 @@ def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]
     """`value` as the type of `key`, paths made absolute. `name` is how the user spelt the key."""
     if key in ("model.dtype", "checkpoint.save_dtype") and value == "float16":
         raise UserError(f"{name}: float16 is refused, its range is too small for gradients: use bfloat16 {where}")
+    if dataclasses.is_dataclass(_TYPES[key]):
+        return _nested(_TYPES[key], name, value, where)
     try:
         value = convert(_TYPES[key], value)
     except ValueError:
@@ -483,6 +502,22 @@ def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]
     if key in _PATHS and value is not None:
         return _resolved(name, key, value, where, folders)
     return value
+
+
+def _nested(cls: type, name: str, value: Any, where: str) -> Any:
+    """A mapping as the dataclass that a key of a section is."""
+    kinds = typing.get_type_hints(cls, include_extras=True)
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name}: expected a mapping of {', '.join(kinds)}, got {value!r} {where}")
+    fields = {}
+    for key, item in value.items():
+        if key not in kinds:
+            raise UserError(f"{name}: unknown key {key!r}, choose from {', '.join(kinds)} {where}")
+        try:
+            fields[key] = convert(kinds[key], item)
+        except ValueError:
+            raise UserError(f"{name}.{key}: expected {describe(kinds[key])}, got {item!r} {where}") from None
+    return cls(**fields)
 
 
 def _resolved(name: str, key: str, value: str, where: str, folders: Sequence[str]) -> str:

@@ -28,6 +28,7 @@ from megatrain_jax.report.meter import Meter
 from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
 from megatrain_jax.report.plot import plot_loss
 from megatrain_jax.report.progress import Progress, make_progress
+from megatrain_jax.report.timeline import Profile
 from megatrain_jax.stream.events import Listener, Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
 from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, spend_room, state_bytes_per_parameter
@@ -65,12 +66,16 @@ class Position:
       applied_steps: those that changed the weights. The learning rate follows from it.
       tokens: trained on so far, without padding.
       unrecorded: what the meter gathered since the last record.
+      keep_layers, resident_blocks: what the plan spent device memory on. A run that resumes does the same as long as it
+        fits, whatever memory is free then, because the last bit of a weight can depend on it.
     """
 
     step: int = 0
     applied_steps: int = 0
     tokens: int = 0
     unrecorded: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keep_layers: int = 0
+    resident_blocks: int = 0
 
     @property
     def skipped_steps(self) -> int:
@@ -164,6 +169,19 @@ def _state_bytes(config: Config, own_memory: bool) -> float:
     )
 
 
+def resumed_plan(config: Config, prepared: Preparation, mesh: Mesh, at: Position) -> Plan:
+    """The plan of a run that continues: what is left to "auto" is as it was before, if that fits."""
+    memory, before = config.memory, {}
+    if memory.keep_intermediates == "auto":
+        before["keep_intermediates"] = at.keep_layers
+    if memory.resident_blocks == "auto":
+        before["resident_blocks"] = at.resident_blocks
+    try:
+        return plan(dataclasses.replace(config, memory=dataclasses.replace(memory, **before)), prepared, mesh)
+    except UserError:
+        return plan(config, prepared, mesh)
+
+
 def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
     """Where everything waits, how micro-batches are grouped, and what that needs. See `make_plan` and `spend_room`."""
     training, seq = config.training, prepared.dataset.sequence_length
@@ -245,6 +263,13 @@ class Trainer:
         self.config = config
         self._listener = listener
         self._output = Path(config.output_dir)
+        wanted = config.logging.profile
+        self._profile = Profile(self._output, wanted.start_step, wanted.num_steps) if wanted.enabled else None
+
+    def _listeners(self) -> Listener | None:
+        """Who listens to the pipeline, as one; None, so that nothing is recorded, if nobody does."""
+        listeners = [listener for listener in (self._listener, self._profile) if listener]
+        return (lambda event: [listener(event) for listener in listeners]) if listeners else None
 
     def fit(self) -> Summary:
         """Trains, and returns how it ended. SIGTERM and SIGINT save a checkpoint after the step in flight and return.
@@ -261,14 +286,17 @@ class Trainer:
         mesh = make_mesh(config.model.device)
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
-        p = plan(config, prepared, mesh)
+        at = Position(**state.read_meta(resume)) if resume else Position()
+        p = resumed_plan(config, prepared, mesh, at) if resume else plan(config, prepared, mesh)
+        at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
         model = models.load_for_training(config, mesh, p.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
-        at = Position(**state.load(resume, model.store)) if resume else Position()
+        if resume:
+            state.load(resume, model.store)
 
         self._output.mkdir(parents=True, exist_ok=True)
         config.dump(self._output / "config.yaml")
-        record = Recorder(self._listener)
+        record = Recorder(self._listeners())
         updater = Updater(model.store, optimizer, record)
         settings = Settings(
             p.group_size,
@@ -294,6 +322,10 @@ class Trainer:
                 progress.message(f"resumed    from {resume.name}, step {at.step}")
             evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
             loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop)
+            if self._profile:
+                record.close()  # what is still to be seen belongs to the last step
+                if line := self._profile.finish():
+                    progress.message(line)
             interrupted, folder = at.step < prepared.total_steps, None
             if interrupted:
                 progress.message(f"stopped    at step {at.step} by {stop.signal}; {self._remedy()}")
@@ -311,6 +343,8 @@ class Trainer:
         with contextlib.closing(prepared.batches.steps(at.step, total)) as steps:
             while at.step < total and not stop.signal:
                 # ---- a step
+                if self._profile and (line := self._profile.step_begins(at.step + 1)):
+                    progress.message(line)
                 meter.start()
                 micro_batches = next(steps)
                 meter.data_ready()
@@ -318,6 +352,8 @@ class Trainer:
                 outcome = pipeline.train_step(micro_batches)
                 loss, tokens = outcome.loss, _count(micro_batches, "segment_ids")
                 at.step += 1
+                if self._profile:
+                    self._profile.step_ends(at.step)
                 at.applied_steps += outcome.applied
                 at.tokens += tokens
 

@@ -45,6 +45,8 @@ def write(folder, tree=(), **sections):
 def drawn(kind, rng):
     """A value of the annotated type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return kind(**{k: drawn(each, rng) for k, each in typing.get_type_hints(kind, include_extras=True).items()})
     if origin is Annotated and isinstance(arguments[1], Bounds):
         low, high = arguments[1].low + 1e-6, min(arguments[1].high, 1e9)
         value = 10 ** rng.uniform(-9, 9)
@@ -262,6 +264,10 @@ ERRORS = [
     ("dataset.text_field=no", "dataset.text_field: expected text, got False"),
     ("dataset.val_size=1.5", "dataset.val_size: expected a whole number >= 0 or a number >= 0 and < 1, got 1.5"),
     ("checkpoint.max_shard_size=5 elephants", "checkpoint.max_shard_size: expected a whole number and a unit"),
+    ("logging.profile=true", "logging.profile: expected a mapping of enabled, start_step, num_steps, got True"),
+    ("profile={start_step: 0}", "logging.profile.start_step: expected a whole number >= 1, got 0"),
+    ("logging.profile={steps: 3}", "logging.profile: unknown key 'steps', choose from enabled, start_step, num_steps"),
+    ("logging.profile.enabled=true", "logging.profile.enabled=true: expected section.key=value, a mapping as"),
     ("seed=-1", "seed: expected a whole number >= 0, got -1"),
     ("eval.eval_strategy=epoch", "eval.eval_strategy: 'epoch' needs dataset.eval_path or dataset.val_size"),
     ("eval.eval_on_start=true", "eval.eval_on_start: True needs dataset.eval_path or dataset.val_size"),

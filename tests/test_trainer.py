@@ -10,12 +10,14 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax import trainer
+from megatrain_jax.checkpoint import state
 from megatrain_jax.data import loader
 from megatrain_jax.host.optimizer import make_schedule
 from megatrain_jax.model import unpadded_batch
 from megatrain_jax.models.families import spec_from_config
 from megatrain_jax.report.meter import Meter
 from megatrain_jax.stream.planner import GIB
+from megatrain_jax.stream.transfer import make_mesh
 from tests.end_to_end.conftest import HF_CONFIG, Project, compile_once, records, saved_weights, write_data, write_model
 from tests.reference import logits_of
 
@@ -258,3 +260,23 @@ def test_a_meter_that_is_carried_over_goes_on_where_it_was():
     for key in ("grad_norm", "supervised_share"):
         np.testing.assert_equal(a[key], b[key])
     assert whole.carried() == {} and a["supervised_share"] == 0.3
+
+
+def test_a_run_that_continues_spends_memory_as_before_if_that_fits(project, monkeypatch):
+    config = project.config()
+    prepared, mesh = trainer.prepare(config), make_mesh("cpu")
+    assert trainer.plan(config, prepared, mesh).keep_layers == 2
+    before = trainer.Position(step=1, keep_layers=1)
+    assert trainer.resumed_plan(config, prepared, mesh, before).keep_layers == 1
+    asked = project.config(memory={"keep_intermediates": 0})
+    assert trainer.resumed_plan(asked, prepared, mesh, before).keep_layers == 0
+    first = trainer.plan(asked, prepared, mesh)
+    monkeypatch.setattr(trainer, "host_memory", lambda: int(first.host * 1.06))
+    assert trainer.plan(config, prepared, mesh).keep_layers == 0
+    assert trainer.resumed_plan(config, prepared, mesh, before).keep_layers == 0
+
+
+def test_a_checkpoint_says_what_memory_was_spent_on(project):
+    mt.Trainer(project.config(training={"num_steps": 1}, memory={"keep_intermediates": 1})).fit()
+    meta = state.read_meta(project.folder / "out" / "checkpoint-1")
+    assert (meta["keep_layers"], meta["resident_blocks"]) == (1, 0)

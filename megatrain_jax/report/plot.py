@@ -95,7 +95,8 @@ def smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _scientific(x: float) -> str:
-    return np.format_float_scientific(x, 1, trim="-", exp_digits=1) if x else "0"
+    mantissa, exponent = f"{x:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}" if x else "0"
 
 
 def _series(records: list[dict], key: str) -> np.ndarray:

@@ -14,7 +14,6 @@ import collections
 import contextlib
 import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -23,34 +22,32 @@ import time
 import types
 from pathlib import Path
 
+_QWEN2 = dict(
+    model_type="qwen2",
+    architectures=["Qwen2ForCausalLM"],
+    max_position_embeddings=1 << 20,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+)
 SHAPES = {
-    "7b-wide": dict(
-        model_type="qwen2",
-        architectures=["Qwen2ForCausalLM"],
+    "7b-wide": _QWEN2
+    | dict(
         hidden_size=3584,
         intermediate_size=18944,
         num_hidden_layers=28,
         num_attention_heads=28,
         num_key_value_heads=4,
         vocab_size=152064,
-        max_position_embeddings=1 << 20,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
     ),
-    "tiny": dict(
-        model_type="qwen2",
-        architectures=["Qwen2ForCausalLM"],
+    "tiny": _QWEN2
+    | dict(
         hidden_size=64,
         intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=1000,
-        max_position_embeddings=1 << 20,
-        rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
     ),
 }
 
@@ -77,9 +74,10 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--timeline", type=Path, help="PNG of the last step")
     parser.add_argument("--json", type=Path, help="where the results go, besides the standard output")
     options = parser.parse_args()
-    results = [result for result in run(options)]
+    results = list(run(options))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -118,6 +116,7 @@ def run(options: argparse.Namespace):
         from megatrain_jax.model import load_for_training, unpadded_batch
         from megatrain_jax.models.families import read_config, spec_from_config
         from megatrain_jax.report.metrics import host_peak_bytes
+        from megatrain_jax.report.timeline import draw
         from megatrain_jax.stream.events import Recorder
         from megatrain_jax.stream.pipeline import Pipeline, Settings
         from megatrain_jax.stream.transfer import make_mesh
@@ -157,13 +156,15 @@ def run(options: argparse.Namespace):
             updater.drain()
             warm = time.perf_counter() - warm
             events.clear()
-            started, seconds = time.perf_counter(), collections.defaultdict(list)
+            marks, seconds = [time.perf_counter()], collections.defaultdict(list)
             for _ in range(options.steps):
                 outcome = pipeline.train_step(batches)
                 for what, value in outcome.seconds.items():
                     seconds[what].append(value)
+                marks.append(time.perf_counter())
             updater.drain()
-            step = (time.perf_counter() - started) / options.steps
+            jax.block_until_ready([t.on_device() for t in model.store.tensors.values() if t.resident])
+            step = (time.perf_counter() - marks[0]) / options.steps
             updater.close()
             record.close()
             result = {
@@ -193,10 +194,8 @@ def run(options: argparse.Namespace):
                 "command": " ".join(["python", *sys.argv]),
             }
             print(json.dumps(result), flush=True)
-            if "BENCH_EVENTS" in os.environ:
-                Path(os.environ["BENCH_EVENTS"]).write_text(
-                    "\n".join(f"{e.when - started:.4f} {e.what} {e.block}" for e in events)
-                )
+            if options.timeline:
+                draw(events, options.timeline, marks[-2:])
             yield result
 
 

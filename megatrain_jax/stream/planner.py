@@ -187,15 +187,19 @@ def spend_room(
         hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.num_parameters for layer in layers)
         streamed = [sum(spec.blocks[block].num_parameters for block in order[n:]) for n in range(len(order) + 1)]
         wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
-    costs = [spec.blocks[b].num_parameters * (4 + optimizer_bytes + 2 * itemsize) / devices for b in order[:wanted]]
+    # Master, moments, and the gradient while it is held; the copy that computes is one of those in flight.
+    each = 4 + optimizer_bytes + itemsize * hold_gradients
+    costs = [spec.blocks[b].num_parameters * each / devices for b in order[:wanted]]
     resident = _affordable(costs, room)
     taken = sum(costs[:resident])
     if memory.resident_blocks != "auto" and resident < wanted:
         raise _too_much("resident_blocks", wanted, resident, sum(costs), room)
     room -= taken
 
+    # The input of a layer is part of the plan already.
     costs = [
-        plan.group_size * tokens * intermediates_per_token(layer) * itemsize + layer.num_parameters * itemsize
+        itemsize
+        * (plan.group_size * tokens * (intermediates_per_token(layer) - layer.hidden_size) + layer.num_parameters)
         for layer in reversed(layers)
     ]
     if memory.keep_intermediates == "auto":

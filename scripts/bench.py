@@ -14,6 +14,7 @@ import collections
 import contextlib
 import datetime
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -201,7 +202,12 @@ def run(options: argparse.Namespace):
 
 def model_flops_per_token(spec, seq: int) -> int:
     """Of forward and backward: matmuls once, causal attention once, no recompute and no embedding lookup."""
-    matmuls = sum(layer.num_parameters for layer in spec.layers) + spec.vocab_size * spec.hidden_size
+    from megatrain_jax.models.blocks import model_tensors
+
+    shapes = {name: shape for name, shape in model_tensors(spec).items() if name != "model.embed_tokens.weight"}
+    matmuls = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2)
+    if spec.tie_word_embeddings:
+        matmuls += spec.vocab_size * spec.hidden_size
     return 6 * matmuls + sum(6 * layer.num_heads * layer.head_dim * seq for layer in spec.layers)
 
 

@@ -196,7 +196,8 @@ class Pipeline:
         Returns when loss and norm are known; updates may still be running, and the next step waits for each block's own.
 
         Raises:
-          NonFiniteError: the gradient is not finite and neither clipping nor skipping holds the updates back.
+          NonFiniteError: loss or gradient is not finite and such steps are not to be skipped. No weight of a block that is
+            not finite has changed.
         """
         settings, mesh = self.settings, self.run.mesh
         grouped = settings.group_size is not None and len(micro_batches) > settings.group_size
@@ -227,20 +228,16 @@ class Pipeline:
         if grouped:
             sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
         norm = math.sqrt(sumsq) if sumsq >= 0 else math.nan
-        applied = True
-        if hold:
-            finite = math.isfinite(norm) and math.isfinite(loss)
-            applied = finite or not settings.skip_nonfinite
-            scale = clip_scale(norm, settings.max_grad_norm)
-            for block in sorted(held) if applied else ():
-                update(block, scale)
-        elif not math.isfinite(norm):
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        if not finite and not settings.skip_nonfinite:
             raise NonFiniteError(
                 f"the gradient is not finite: its norm is {norm}; training.skip_nonfinite: true skips such steps"
             )
+        for block in sorted(held) if finite else ():
+            update(block, clip_scale(norm, settings.max_grad_norm))
         end, forward_end = time.perf_counter(), self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
-        return StepOutcome(loss, norm, applied, seconds)
+        return StepOutcome(loss, norm, finite, seconds)
 
     # ------------------------------------------------------------------ one block
 

@@ -139,6 +139,20 @@ def test_a_step_that_is_not_skipped_and_not_held_stops_the_run_before_anything_c
         np.testing.assert_array_equal(value, weights[name])
 
 
+@pytest.mark.parametrize("group_size", [None, 1])
+def test_a_step_that_is_not_skipped_but_held_stops_the_run_with_nothing_changed(group_size):
+    settings = Settings(group_size=group_size, max_grad_norm=1.0, skip_nonfinite=False)
+    spec = spec_of(True)
+    weights = random_weights(spec)
+    model = make_model(spec, weights)
+    with training(model, settings) as (pipeline, updater):
+        with pytest.raises(NonFiniteError, match="not finite"):
+            pipeline.train_step([random_batch(spec), poisoned(random_batch(spec, 1))])
+        updater.drain()
+    for name, value in read(model).items():
+        np.testing.assert_array_equal(value, weights[name])
+
+
 def test_the_norm_is_that_of_the_whole_model_with_tied_weights_once():
     spec = spec_of(True)
     weights, batch = random_weights(spec), random_batch(spec)

@@ -225,13 +225,6 @@ class CheckpointConfig:
     save_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_shard_size: FileSize = "5GB"
 
-    @property
-    def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes."""
-        pattern = typing.get_args(FileSize)[1]
-        number, prefix, binary = re.fullmatch(pattern.regex, self.max_shard_size).groups()
-        return int(number) * (1024 if binary else 1000) ** ["", "K", "M", "G", "T"].index(prefix)
-
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:

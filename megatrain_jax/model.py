@@ -17,7 +17,7 @@ from megatrain_jax.config import Config, MemoryConfig, UserError
 from megatrain_jax.host.optimizer import choose_layout
 from megatrain_jax.host.store import HostStore, HostTensor, Layout
 from megatrain_jax.models.attention import AttentionOptions
-from megatrain_jax.models.blocks import tensor_shapes
+from megatrain_jax.models.blocks import model_tensors, tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.spec import Batch, ModelSpec
 from megatrain_jax.stream.pipeline import Pipeline
@@ -160,7 +160,7 @@ def load(
             shapes,
             wire_dtype=dtype,
             rows=mesh.rows,
-            trainable=_trainable(freeze),
+            trainable=trainable(freeze),
             lock_pages=mesh.has_own_memory and memory.pin_memory,
             layout=layout,
             resident=resident,
@@ -172,10 +172,12 @@ def load(
         store = make_store()
         initialise(store, seed)
         return Model(spec, store, run, config, Path(path))
-    names = {spec.tensor_name(i, p): shape for i, block in enumerate(shapes) for p, shape in block.items()}
     # Everything is checked before the first tensor is handed over, and nothing is allocated before that.
     huggingface.load_weights(
-        path, names, lambda name, array: make_store().tensors[name].assign(array), tied=spec.tie_word_embeddings
+        path,
+        model_tensors(spec),
+        lambda name, array: make_store().tensors[name].assign(array),
+        tied=spec.tie_word_embeddings,
     )
     return Model(spec, make_store(), run, config, Path(path))
 
@@ -236,7 +238,8 @@ def initialise(store: HostStore, seed: int) -> None:
         list(pool.map(draw, *zip(*enumerate(store.tensors.values()), strict=True)))
 
 
-def _trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
+def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
+    """Whether the tensor of a name is trained under `model.freeze`. Raises UserError for a broken pattern."""
     try:
         patterns = [re.compile(pattern) for pattern in freeze]
     except re.error as error:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -114,11 +113,8 @@ def prepare(config: Config) -> Preparation:
     training = config.training
     spec = spec_from_config(read_config(config.model.name, config.model.config_overrides))
     choose_layout(config.optimizer, config.model.dtype)
-    trained = sum(
-        math.prod(shape)
-        for name, shape in model_tensors(spec).items()
-        if not any(re.search(pattern, name) for pattern in config.model.freeze)
-    )
+    is_trained = models.trainable(config.model.freeze)
+    trained = sum(math.prod(shape) for name, shape in model_tensors(spec).items() if is_trained(name))
     if not trained:
         raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
     _check_output(config, spec, trained)

@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from megatrain_jax import config as config_module
-from megatrain_jax.config import CheckpointConfig, Config, DatasetConfig, ModelConfig, UserError, load_config
+from megatrain_jax.checkpoint.huggingface import parse_size
+from megatrain_jax.config import Config, DatasetConfig, ModelConfig, UserError, load_config
 from megatrain_jax.typed_yaml import Bounds
 
 TEXTS = ["no", "off", "null", "~", "1e-5", "1E5", "0x1f", "1:30", "2024-01-01", "", " a ", "a: b", "- a", "'", '"',
@@ -336,4 +337,6 @@ def test_spellings_that_contradict_each_other(folder):
     ("size", "number"), [("5GB", 5 * 10**9), ("5GiB", 5 * 2**30), ("300B", 300), ("7 KB", 7000), ("2TiB", 2 * 2**40)]
 )
 def test_shard_size_in_bytes(size, number):
-    assert CheckpointConfig(max_shard_size=size).max_shard_bytes == number
+    """What the configuration accepts means the same where the files are written."""
+    checkpoint = config_module._checked("checkpoint.max_shard_size", "checkpoint.max_shard_size", size, "", [])
+    assert parse_size(checkpoint) == number

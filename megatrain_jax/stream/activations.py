@@ -44,6 +44,3 @@ class Activations:
 
     def take_pullback(self, block: int, micro_batch: int) -> Callable:
         return self._pullbacks.pop((block, micro_batch))
-
-    def __len__(self) -> int:
-        return len(self._kept) + len(self._coming) + len(self._pullbacks)

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatrain_jax.config import Config, UserError, load_config
 
@@ -32,19 +32,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="read config and data, say what would run, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a value of the file")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        config = load_config(options.config, options.overrides)
-        settle_environment(config)
-        # Only now may jax be imported.
-        from megatrain_jax import trainer
+    return run(_dry_run if options.dry_run else _train, options.config, options.overrides)
 
-        if options.dry_run:
-            prepared = trainer.prepare(config)
-            print("\n".join([*trainer.describe(config, prepared), trainer.describe_needs(config, prepared)]))
-        else:
-            trainer.Trainer(config).fit()
+
+def _train(config: Config) -> None:
+    from megatrain_jax import trainer
+
+    trainer.Trainer(config).fit()
+
+
+def _dry_run(config: Config) -> None:
+    from megatrain_jax import preparation
+
+    prepared = preparation.prepare(config)
+    print("\n".join([*preparation.describe(config, prepared), preparation.describe_needs(config, prepared)]))
+
+
+def run(work: Callable[[Config], None], config_file: str, overrides: Sequence[str]) -> int:
+    """Does `work` on a configuration, jax being imported no sooner than there; the exit code, errors in one line."""
+    try:
+        config = load_config(config_file, overrides)
+        settle_environment(config)
+        work(config)
     except UserError as error:
-        return _fail(2, locate(str(error), options.config, options.overrides))
+        return _fail(2, locate(str(error), config_file, overrides))
     except ArithmeticError as error:
         return _fail(1, str(error))
     except KeyboardInterrupt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -16,13 +15,12 @@ import jax
 import numpy as np
 
 from megatrain_jax import model as models
-from megatrain_jax.checkpoint import huggingface, state
+from megatrain_jax.checkpoint import state
 from megatrain_jax.config import Config, UserError
-from megatrain_jax.data import chat, loader
-from megatrain_jax.host.optimizer import HostOptimizer, choose_layout, make_schedule, make_transformation
-from megatrain_jax.models.blocks import model_tensors
-from megatrain_jax.models.families import read_config, spec_from_config
-from megatrain_jax.models.spec import Batch, ModelSpec
+from megatrain_jax.data import loader
+from megatrain_jax.host.optimizer import HostOptimizer
+from megatrain_jax.models.spec import Batch
+from megatrain_jax.preparation import Preparation, describe, describe_plan, plan, prepare, resumed_plan
 from megatrain_jax.report.meter import Meter
 from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
 from megatrain_jax.report.plot import plot_loss
@@ -30,30 +28,10 @@ from megatrain_jax.report.progress import Progress, make_progress
 from megatrain_jax.report.timeline import Profile
 from megatrain_jax.stream.events import Listener, Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
-from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, spend_room, state_bytes_per_parameter
-from megatrain_jax.stream.transfer import Mesh, make_mesh
+from megatrain_jax.stream.transfer import make_mesh
 from megatrain_jax.stream.updater import Updater
 
 EVAL_GROUP = 4  # evaluation batches that go through a block together
-
-
-@dataclasses.dataclass(frozen=True)
-class Preparation:
-    """What a run is, before anything of the model is allocated.
-
-    Attributes:
-      spec: the model.
-      trained: parameters that are not frozen.
-      dataset: tokenised samples.
-      batches: the stream of training steps.
-      total_steps: of the run.
-    """
-
-    spec: ModelSpec
-    trained: int
-    dataset: loader.DataSet
-    batches: loader.TrainLoader
-    total_steps: int
 
 
 @dataclasses.dataclass
@@ -101,152 +79,6 @@ class Summary:
     model_dir: Path | None
 
 
-# ---------------------------------------------------------------------- before the model is allocated
-
-
-def prepare(config: Config) -> Preparation:
-    """Reads everything but the weights, and refuses what cannot work. No device is touched.
-
-    Raises:
-      UserError: something in the configuration, the data, the tokenizer or the model's config.json is wrong.
-    """
-    training = config.training
-    spec = spec_from_config(read_config(config.model.name, config.model.config_overrides))
-    choose_layout(config.optimizer, config.model.dtype)
-    is_trained = models.trainable(config.model.freeze)
-    trained = sum(math.prod(shape) for name, shape in model_tensors(spec).items() if is_trained(name))
-    if not trained:
-        raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
-    _check_output(config, spec, trained)
-    tokenizer = chat.load_tokenizer(config.model.tokenizer or config.model.name)
-    dataset = loader.prepare(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
-    if dataset.sequence_length > spec.max_position_embeddings:
-        raise UserError(
-            f"dataset.max_seq_len: rows of {dataset.sequence_length} tokens are longer than the model's "
-            f"{spec.max_position_embeddings} positions; set dataset.max_seq_len={spec.max_position_embeddings}"
-        )
-    batches = loader.TrainLoader(
-        dataset, training.batch_size, training.gradient_accumulation_steps, config.seed, config.dataset.shuffle
-    )
-    total = training.num_steps or math.ceil(training.num_train_epochs * batches.steps_per_epoch)
-    make_schedule(training, total)
-    return Preparation(spec, trained, dataset, batches, total)
-
-
-def _check_output(config: Config, spec: ModelSpec, trained: int) -> None:
-    """Refuses an output folder that the run could not write into at its end."""
-    output, checkpoint = Path(config.output_dir), config.checkpoint
-    parent = next(folder for folder in (output, *output.parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir: '{parent}' is not a writable folder; choose another for '{output}'")
-    final = spec.num_parameters * (2 if checkpoint.save_dtype == "bfloat16" else 4)
-    state_size = int(trained * (4 + _optimizer_bytes(config)))
-    if checkpoint.save_final:
-        huggingface.check_save_folder(output / "model", final)
-    if checkpoint.save_strategy != "no":
-        huggingface.check_save_folder(output / "checkpoint", state_size + final * checkpoint.save_final)
-
-
-def _optimizer_bytes(config: Config) -> float:
-    """Bytes of optimizer state per parameter; tracing asks optax without computing anything."""
-    side = 512
-    tx = make_transformation(config.optimizer, 0.0, lambda step: 0.0, decay=True)
-    made = jax.eval_shape(tx.init, [jax.ShapeDtypeStruct((side, side), np.float32)])
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made) if leaf.ndim) / side**2
-
-
-def _state_bytes(config: Config, own_memory: bool) -> float:
-    """Bytes of host memory that a trained parameter takes."""
-    return state_bytes_per_parameter(
-        config.model.dtype,
-        own_memory=own_memory,
-        optimizer_bytes=_optimizer_bytes(config),
-        split=choose_layout(config.optimizer, config.model.dtype) == "split",
-    )
-
-
-def resumed_plan(config: Config, prepared: Preparation, mesh: Mesh, at: Position) -> Plan:
-    """The plan of a run that continues: what is left to "auto" is as it was before, if that fits."""
-    memory, before = config.memory, {}
-    if memory.keep_intermediates == "auto":
-        before["keep_intermediates"] = at.keep_layers
-    if memory.resident_blocks == "auto":
-        before["resident_blocks"] = at.resident_blocks
-    try:
-        return plan(dataclasses.replace(config, memory=dataclasses.replace(memory, **before)), prepared, mesh)
-    except UserError:
-        return plan(config, prepared, mesh)
-
-
-def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
-    """Where everything waits, how micro-batches are grouped, and what that needs. See `make_plan` and `spend_room`."""
-    training, seq = config.training, prepared.dataset.sequence_length
-    common = dict(
-        micro_batches=training.gradient_accumulation_steps,
-        dtype=config.model.dtype,
-        devices=mesh.size,
-        own_memory=mesh.has_own_memory,
-        state_bytes=_state_bytes(config, mesh.has_own_memory),
-        hold_gradients=bool(training.max_grad_norm) or training.skip_nonfinite,
-        device_bytes=mesh.memory_bytes(),
-        host_bytes=host_memory(),
-    )
-    first = make_plan(
-        prepared.spec, config.memory, trained=prepared.trained, batch_size=training.batch_size, seq=seq, **common
-    )
-    tokens = math.ceil(training.batch_size / mesh.size) * seq
-    return spend_room(
-        first, prepared.spec, config.memory, tokens=tokens, optimizer_bytes=_optimizer_bytes(config), **common
-    )
-
-
-def describe(config: Config, prepared: Preparation) -> list[str]:
-    """The run in a few lines a person can check."""
-    spec, data, training = prepared.spec, prepared.dataset, config.training
-    stats = data.train_statistics
-    frozen = spec.num_parameters - prepared.trained
-    lines = [
-        f"model      {spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters"
-        + (f" ({frozen / 1e6:,.1f} M frozen)" if frozen else "")
-        + f", {len(spec.layers)} layers, {config.model.dtype}, {config.model.init} ({config.model.name})",
-        f"data       {stats.samples:,} samples ({data.format}), {stats.tokens:,} tokens, "
-        f"{stats.supervised_tokens / max(stats.tokens, 1):.0%} supervised, rows of {data.sequence_length}",
-    ]
-    if data.eval:
-        held = data.eval_statistics
-        lines.append(f"eval       {held.samples:,} samples, {held.tokens:,} tokens")
-    for what, counts in (("changed", stats.changed), ("dropped", stats.dropped)):
-        lines += [f"data       {what} {count:,}: {reason}" for reason, count in counts.items()]
-    lines.append(
-        f"training   {prepared.total_steps:,} steps of {training.gradient_accumulation_steps} x {training.batch_size} rows "
-        f"({prepared.batches.steps_per_epoch:,} steps an epoch), {config.optimizer.type}, "
-        f"{training.lr_scheduler_type} from {training.learning_rate:g}"
-    )
-    if config.ignored:
-        lines.append(f"config     no effect here: {', '.join(config.ignored)}")
-    return lines
-
-
-def describe_needs(config: Config, prepared: Preparation) -> str:
-    """Host memory of the run, from arithmetic alone: no device is touched."""
-    each = _state_bytes(config, own_memory=config.model.device != "cpu")
-    return f"memory     host {each * prepared.trained / GIB:.2f} GiB for weights and optimizer ({each:.3g} B/parameter)"
-
-
-def _describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> list[str]:
-    where = "in host memory" if p.offload_activations else "on the device"
-    groups = "" if p.group_size == micro_batches else f", micro-batches in groups of {p.group_size}"
-    return [
-        f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}), device about "
-        f"{p.device / GIB:.2f} GiB of {mesh.size} x {mesh.devices[0].device_kind}",
-        f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
-        f"intermediates, {len(p.resident)} blocks stay on the device",
-    ]
-
-
-# ---------------------------------------------------------------------- the run
-
-
 class Trainer:
     """One run of a configuration.
 
@@ -283,7 +115,11 @@ class Trainer:
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
         at = Position(**state.read_meta(resume)) if resume else Position()
-        p = resumed_plan(config, prepared, mesh, at) if resume else plan(config, prepared, mesh)
+        p = (
+            resumed_plan(config, prepared, mesh, at.keep_layers, at.resident_blocks)
+            if resume
+            else plan(config, prepared, mesh)
+        )
         at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
         model = models.load_for_training(config, mesh, p.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
@@ -311,7 +147,7 @@ class Trainer:
         ):
             for line in [
                 *describe(config, prepared),
-                *_describe_plan(p, config.training.gradient_accumulation_steps, mesh),
+                *describe_plan(p, config.training.gradient_accumulation_steps, mesh),
             ]:
                 progress.message(line)
             if resume:

@@ -18,8 +18,10 @@ MAY_IMPORT = {
     "checkpoint": {"config", "models", "host"},
     "report": set(),
     "model": {"config", "models", "host", "stream", "checkpoint"},
-    "trainer": {"config", "models", "host", "stream", "checkpoint", "data", "report", "model"},
-    "train": {"config", "models", "trainer"},
+    "preparation": {"config", "models", "host", "stream", "checkpoint", "data", "model"},
+    "trainer": {"config", "models", "host", "stream", "checkpoint", "data", "report", "model", "preparation"},
+    "train": {"config", "models", "trainer", "preparation"},
+    "plan": {"config", "train", "preparation", "stream"},
 }
 
 
@@ -51,5 +53,5 @@ def test_every_module_is_in_a_room():
 
 
 def test_importing_the_package_leaves_jax_for_the_command_to_start():
-    code = "import sys, megatrain_jax, megatrain_jax.train; sys.exit('jax' in sys.modules)"
+    code = "import sys, megatrain_jax, megatrain_jax.train, megatrain_jax.plan; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=False).returncode == 0

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import megatrain_jax as mt
-from megatrain_jax import trainer
+from megatrain_jax import preparation, trainer
 from megatrain_jax.checkpoint import state
 from megatrain_jax.data import loader
 from megatrain_jax.host.optimizer import make_schedule
@@ -18,7 +18,7 @@ from megatrain_jax.models.families import spec_from_config
 from megatrain_jax.report.meter import Meter
 from megatrain_jax.stream.planner import GIB
 from megatrain_jax.stream.transfer import make_mesh
-from tests.end_to_end.conftest import HF_CONFIG, Project, compile_once, records, saved_weights, write_data, write_model
+from tests.end_to_end.conftest import HF_CONFIG, Project, compile_once, records, saved_weights, write_model
 from tests.reference import logits_of
 
 # Adam divides by the size of the gradient, and where that is near 0 it makes a step of its rounding.
@@ -44,7 +44,7 @@ def test_a_record_says_what_was_done(project):
     sections = {"training": {"num_steps": 5, "warmup_steps": 2, "lr_scheduler_type": "linear"}}
     summary = fit(project, **sections)
     config = project.config(**sections)
-    prepared = trainer.prepare(config)
+    prepared = preparation.prepare(config)
     rates, tokens = make_schedule(config.training, 5), 0
     lines = records(project.folder / "out", timed=True)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -94,12 +94,12 @@ def test_groups_forced_by_the_budget_equal_no_groups(project, group):
     project.tree["optimizer"] = LINEAR
     fit(project, "whole", training=training)
     config = project.config(training=training)
-    prepared = trainer.prepare(config)
-    whole = trainer.plan(config, prepared, trainer.make_mesh("cpu"))
+    prepared = preparation.prepare(config)
+    whole = preparation.plan(config, prepared, make_mesh("cpu"))
     assert whole.group_size == 3
     memory = {"device_budget": (whole.working + whole.activations * group / 3) / GIB, "offload_activations": False}
     config = project.config(training=training, memory=memory)
-    assert trainer.plan(config, prepared, trainer.make_mesh("cpu")).group_size == group
+    assert preparation.plan(config, prepared, make_mesh("cpu")).group_size == group
     fit(project, "parts", training=training, memory=memory)
     assert_same(project.folder / "whole", project.folder / "parts")
 
@@ -123,7 +123,7 @@ def test_the_evaluation_loss_is_the_mean_over_all_supervised_tokens(project):
     """Each sample by itself, without padding, through the unstreamed model."""
     fit(project, training={"num_steps": 1})
     weights, spec = saved_weights(project.folder / "out"), spec_from_config(HF_CONFIG)
-    dataset = trainer.prepare(project.config()).dataset
+    dataset = preparation.prepare(project.config()).dataset
     total, count = 0.0, 0
     for sample in dataset.eval:
         logits = np.asarray(logits_of(spec, weights, unpadded_batch(sample.token_ids[None])), np.float64)[0]
@@ -176,13 +176,6 @@ def test_when_it_saves(project, section, expected):
     assert (out / "model").exists() == section.get("save_final", True)
 
 
-def test_epochs_are_counted_in_steps(project):
-    sections = {"training": {"num_steps": None, "num_train_epochs": 1.5, "gradient_accumulation_steps": 2}}
-    assert trainer.prepare(project.config(**sections)).total_steps == 6  # 4 steps an epoch
-    project.tree["dataset"]["path"] = str(write_data(project.folder / "train.jsonl", 16))
-    assert trainer.prepare(project.config(**sections)).total_steps == 6
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_saved_folder_has_the_trained_weights(project, dtype):
     torch = pytest.importorskip("torch")
@@ -198,21 +191,6 @@ def test_the_saved_folder_has_the_trained_weights(project, dtype):
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
     tokens = transformers.AutoTokenizer.from_pretrained(folder)("hello")["input_ids"]
     assert len(tokens) == 5
-
-
-def test_frozen_parameters_are_counted_and_named(project):
-    config = project.config(model={"freeze": ["layers.0", "(?i)EMBED"]})
-    prepared = trainer.prepare(config)
-    layer = 32 * 32 * 2 + 16 * 32 * 2 + 3 * 32 * 48 + 64
-    assert prepared.trained == layer + 32
-    assert "M frozen)" in trainer.describe(config, prepared)[0]
-
-
-@pytest.mark.parametrize(
-    "kind, per_parameter", [("adamw", 8), ("sgd", 4), ("lion", 4), ("amsgrad", 12), ("sign_sgd", 0)]
-)
-def test_optimizer_state_is_counted_as_optax_makes_it(project, kind, per_parameter):
-    assert trainer._optimizer_bytes(project.config(optimizer={"type": kind})) == per_parameter
 
 
 def test_the_first_signal_waits_for_the_step_and_the_second_acts_at_once():
@@ -260,20 +238,6 @@ def test_a_meter_that_is_carried_over_goes_on_where_it_was():
     for key in ("grad_norm", "supervised_share"):
         np.testing.assert_equal(a[key], b[key])
     assert whole.carried() == {} and a["supervised_share"] == 0.3
-
-
-def test_a_run_that_continues_spends_memory_as_before_if_that_fits(project, monkeypatch):
-    config = project.config()
-    prepared, mesh = trainer.prepare(config), make_mesh("cpu")
-    assert trainer.plan(config, prepared, mesh).keep_layers == 2
-    before = trainer.Position(step=1, keep_layers=1)
-    assert trainer.resumed_plan(config, prepared, mesh, before).keep_layers == 1
-    asked = project.config(memory={"keep_intermediates": 0})
-    assert trainer.resumed_plan(asked, prepared, mesh, before).keep_layers == 0
-    first = trainer.plan(asked, prepared, mesh)
-    monkeypatch.setattr(trainer, "host_memory", lambda: int(first.host * 1.06))
-    assert trainer.plan(config, prepared, mesh).keep_layers == 0
-    assert trainer.resumed_plan(config, prepared, mesh, before).keep_layers == 0
 
 
 def test_a_checkpoint_says_what_memory_was_spent_on(project):

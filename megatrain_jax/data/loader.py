@@ -14,15 +14,9 @@ import numpy as np
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import packing, sources
-from megatrain_jax.data.chat import Sample, Tokenizer, supervise, with_chat_template
+from megatrain_jax.data.chat import Sample, Tokenizer, with_chat_template
+from megatrain_jax.data.samples import make_samples
 from megatrain_jax.models.spec import Batch
-
-TRUNCATED = "truncated to max_seq_len"
-SPLIT = "split per assistant turn"
-WINDOWED = "split into windows of max_seq_len"
-TOO_LONG = "longer than max_seq_len"
-UNSUPERVISED = "no supervised tokens"
-CUT_AWAY = "no supervised tokens left by truncation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,49 +136,13 @@ def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: st
     units, forms, changed, dropped = [], {}, collections.Counter(), collections.Counter()
     for form, record in records:
         forms[form] = None
-        samples = supervise(tokenizer, record, config.train_on, config.system_prompt)
-        highest = max((int(sample.token_ids.max(initial=-1)) for sample in samples), default=-1)
-        if highest >= vocab_size:
-            raise UserError(
-                f"model.tokenizer: vocabulary larger than the embedding: token id {highest} in {record.where}, but the "
-                f"model has {vocab_size} rows; use the model's own tokenizer"
-            )
-        changed[SPLIT] += len(samples) > 1
-        if isinstance(record, sources.Text):
-            pieces = packing.windows(samples[0], config.max_seq_len)
-            changed[WINDOWED] += len(pieces) > 1
-            units += [[piece] for piece in _supervised(pieces, UNSUPERVISED, dropped)]
-            continue
-        samples = _supervised(samples, UNSUPERVISED, dropped)
-        unit = _fit(samples, config, record.where, changed, dropped)
-        units += [unit] if unit else []
+        made = make_samples(record, tokenizer, config, vocab_size)
+        units += made.units
+        changed += made.changed
+        dropped += made.dropped
     if not units:
         raise UserError(_nothing(key, path, dropped, config.train_on))
-    return units, "+".join(forms), dict(+changed), dict(+dropped)
-
-
-def _fit(samples: list[Sample], config: Any, where: str, changed, dropped) -> list[Sample]:
-    limit = config.max_seq_len
-    lengths = [len(sample.token_ids) for sample in samples]
-    too_long = sum(n > limit for n in lengths)
-    if not too_long:
-        return samples
-    if config.overlong == "error":
-        raise UserError(
-            f"{where}: {max(lengths)} tokens, more than dataset.max_seq_len {limit}; raise it or set dataset.overlong"
-        )
-    if config.overlong == "drop":
-        dropped[TOO_LONG] += too_long
-        return [sample for sample, n in zip(samples, lengths) if n <= limit]
-    kept = _supervised([packing.truncate(sample, limit) for sample in samples], CUT_AWAY, dropped)
-    changed[TRUNCATED] += too_long - (len(samples) - len(kept))
-    return kept
-
-
-def _supervised(samples: list[Sample], reason: str, dropped: collections.Counter) -> list[Sample]:
-    kept = [sample for sample in samples if sample.supervised.any()]
-    dropped[reason] += len(samples) - len(kept)
-    return kept
+    return units, "+".join(forms), dict(changed), dict(dropped)
 
 
 def _split(units: list[list[Sample]], val_size: float, seed: int):
@@ -203,9 +161,9 @@ def _count(samples: tuple[Sample, ...], changed: Mapping[str, int], dropped: Map
 
 
 def _nothing(key: str, path: Any, dropped: collections.Counter, train_on: str) -> str:
-    if not +dropped:
+    if not dropped:
         return f"{key}: no samples in '{path}'"
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in (+dropped).items())
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
     found = dropped.total()
     return (
         f"{key}: no supervised tokens in any of the {found} samples found in '{path}' ({reasons}); "

@@ -10,26 +10,6 @@ from megatrain_jax.data.chat import Sample
 from megatrain_jax.models.spec import Batch
 
 
-def truncate(sample: Sample, max_seq_len: int) -> Sample:
-    """The first `max_seq_len` tokens."""
-    return Sample(*(field[:max_seq_len] for field in sample))
-
-
-def windows(sample: Sample, max_seq_len: int) -> list[Sample]:
-    """Consecutive stretches of at most `max_seq_len` tokens.
-
-    Each begins with the last token of the one before, unsupervised there, so that every token but the first of the
-    sample is a target exactly once.
-    """
-    starts = range(0, max(len(sample.token_ids) - 1, 1), max_seq_len - 1)
-    pieces = [
-        Sample(sample.token_ids[s : s + max_seq_len], sample.supervised[s : s + max_seq_len].copy()) for s in starts
-    ]
-    for piece in pieces:
-        piece.supervised[:1] = False
-    return pieces
-
-
 def sequence_length(samples: Iterable[Sample], pad_to_multiple_of: int, max_seq_len: int) -> int:
     """Tokens in a row: the longest sample, rounded up to `pad_to_multiple_of`, at most `max_seq_len`."""
     longest = max(len(sample.token_ids) for sample in samples)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import loader
+from megatrain_jax.data import loader, samples
 
 
 def dialogue(i):
@@ -33,8 +33,8 @@ def rows_of(batches):
     return found
 
 
-def samples_of(samples):
-    return [(tuple(sample.token_ids), tuple(sample.token_ids[sample.supervised])) for sample in samples]
+def samples_of(those):
+    return [(tuple(sample.token_ids), tuple(sample.token_ids[sample.supervised])) for sample in those]
 
 
 def same(a, b):
@@ -136,7 +136,7 @@ def test_turns_of_one_conversation_are_not_split_apart(section, jsonl, tokenizer
     config = section(jsonl(*rows), chat_template=templates.reasoning, val_size=2)
     dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert (len(dataset.train), len(dataset.eval)) == (8, 4)
-    assert dataset.train_statistics.changed == {loader.SPLIT: 6}
+    assert dataset.train_statistics.changed == {samples.SPLIT: 6}
     assert len({sample.token_ids[:12].tobytes() for sample in dataset.eval}) == 2
 
 
@@ -180,8 +180,8 @@ def test_overlong_samples_are_truncated_and_counted(section, jsonl, tokenizer):
     dataset = loader.prepare(section(jsonl(*overlong_rows())), tokenizer, seed=0, vocab_size=400)
     assert [len(sample.token_ids) for sample in dataset.train] == [len(dataset.train[0].token_ids), 64]
     assert all(sample.supervised.any() for sample in dataset.train)
-    assert dataset.train_statistics.changed == {loader.TRUNCATED: 1}
-    assert dataset.train_statistics.dropped == {loader.CUT_AWAY: 1, loader.UNSUPERVISED: 1}
+    assert dataset.train_statistics.changed == {samples.TRUNCATED: 1}
+    assert dataset.train_statistics.dropped == {samples.CUT_AWAY: 1, samples.UNSUPERVISED: 1}
     assert dataset.sequence_length == 64
 
 
@@ -190,7 +190,7 @@ def test_overlong_samples_are_dropped_and_counted(section, jsonl, tokenizer):
     dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert len(dataset.train) == 1
     assert dataset.train_statistics.changed == {}
-    assert dataset.train_statistics.dropped == {loader.TOO_LONG: 2, loader.UNSUPERVISED: 1}
+    assert dataset.train_statistics.dropped == {samples.TOO_LONG: 2, samples.UNSUPERVISED: 1}
     assert dataset.sequence_length == -(-len(dataset.train[0].token_ids) // 8) * 8 < 64
 
 
@@ -210,8 +210,8 @@ def test_long_text_loses_no_target(section, tokenizer, tmp_path, val_size):
     targets = [token for _, asked in samples_of(dataset.train + dataset.eval) for token in asked]
     assert sorted(targets) == sorted([*tokenizer.encode(text), tokenizer.eos_id][1:])
     assert dataset.format == "text"
-    assert dataset.train_statistics.changed == {loader.WINDOWED: 1}
-    assert dataset.train_statistics.dropped == {loader.UNSUPERVISED: 1}
+    assert dataset.train_statistics.changed == {samples.WINDOWED: 1}
+    assert dataset.train_statistics.dropped == {samples.UNSUPERVISED: 1}
 
 
 def test_formats_of_several_files(section, jsonl, tokenizer):

@@ -77,7 +77,9 @@ class DatasetConfig:
       train_on: which tokens are supervised: those of every assistant turn, of the last one, of the completion, or all.
         Aliases: train_on_inputs and train_on_prompt, true for "all".
       max_seq_len: longest row, in tokens. Aliases: cutoff_len, sequence_len, max_length, max_seq_length.
-      overlong: what happens to a longer sample.
+      overlong: what happens to a longer sample: it is cut, left out, divided into windows, or refused. "auto" divides
+        plain text and cuts the others.
+      on_bad_record: a record that cannot be read or understood ends the run, or is left out and counted.
       pad_to_multiple_of: rows are padded to a multiple of this many tokens.
       max_samples: only the first this many samples are read; None is all.
       shuffle: a new order every epoch, drawn from `Config.seed`.
@@ -94,7 +96,8 @@ class DatasetConfig:
     system_prompt: str = ""
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = "assistant"
     max_seq_len: Annotated[int, Bounds(low=2)] = 2048
-    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    overlong: Literal["auto", "truncate", "drop", "split", "error"] = "auto"
+    on_bad_record: Literal["error", "skip"] = "error"
     pad_to_multiple_of: Count = 128
     max_samples: Count | None = None
     shuffle: bool = True

@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data.sources import Completion, Conversation, Record, Text
+from megatrain_jax.data.records import BadRecord, Completion, Conversation, Record, Text
 
 _PROBE = "Zq7assistant7qZ"
 
@@ -161,10 +161,14 @@ def supervise(
     if system_prompt and record.messages[0]["role"] != "system":
         messages = {"role": "system", "content": system_prompt}, *record.messages
         record = dataclasses.replace(record, messages=messages, completion_start=record.completion_start + 1)
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{record.where}: dataset.chat_template: the tokenizer has no chat template; give jinja text or a .jinja file"
+        )
     try:
         return _supervise_conversation(tokenizer, record, train_on)
     except UserError as error:
-        raise UserError(f"{record.where}: {error}") from None
+        raise BadRecord(record.where, str(error)) from None
 
 
 def _supervise_conversation(tokenizer: Tokenizer, record: Conversation, train_on: str) -> list[Sample]:

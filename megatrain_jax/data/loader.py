@@ -135,7 +135,7 @@ def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: st
         records = itertools.islice(records, config.max_samples)
     units, forms, changed, dropped = [], {}, collections.Counter(), collections.Counter()
     for form, record in records:
-        forms[form] = None
+        forms |= {form: None} if form else {}
         made = make_samples(record, tokenizer, config, vocab_size)
         units += made.units
         changed += made.changed

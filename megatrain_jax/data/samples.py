@@ -1,4 +1,4 @@
-"""One record to the samples that it trains on: supervised, in windows or fitted into a row, counted."""
+"""One record to the samples that it trains on: supervised, fitted into a row, every change counted."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import collections
 from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import sources
 from megatrain_jax.data.chat import Sample, Tokenizer, supervise
+from megatrain_jax.data.records import BadRecord, Record, Text, Unreadable
 
 TRUNCATED = "truncated to max_seq_len"
 SPLIT = "split per assistant turn"
@@ -32,7 +32,7 @@ class Made(NamedTuple):
     dropped: collections.Counter[str]
 
 
-def make_samples(record: sources.Record, tokenizer: Tokenizer, config: Any, vocab_size: int) -> Made:
+def make_samples(record: Record | Unreadable, tokenizer: Tokenizer, config: Any, vocab_size: int) -> Made:
     """Samples of at most ``max_seq_len`` tokens, each with something supervised.
 
     Args:
@@ -43,22 +43,34 @@ def make_samples(record: sources.Record, tokenizer: Tokenizer, config: Any, voca
       UserError: the record cannot be rendered, is too long and that is to be an error, or has a token without a row in
         the embedding.
     """
-    changed: collections.Counter[str] = collections.Counter()
-    dropped: collections.Counter[str] = collections.Counter()
-    samples = supervise(tokenizer, record, config.train_on, config.system_prompt)
+    made = Made([], collections.Counter(), collections.Counter())
+    if isinstance(record, Unreadable):
+        made.dropped[record.reason] += 1
+        return made
+    try:
+        samples = supervise(tokenizer, record, config.train_on, config.system_prompt)
+    except BadRecord as error:
+        if config.on_bad_record == "error":
+            raise
+        made.dropped[error.reason] += 1
+        return made
     highest = max((int(sample.token_ids.max(initial=-1)) for sample in samples), default=-1)
     if highest >= vocab_size:
         raise UserError(
             f"model.tokenizer: vocabulary larger than the embedding: token id {highest} in {record.where}, but the "
             f"model has {vocab_size} rows; use the model's own tokenizer"
         )
-    changed[SPLIT] += len(samples) > 1
-    if isinstance(record, sources.Text):
-        pieces = windows(samples[0], config.max_seq_len)
-        changed[WINDOWED] += len(pieces) > 1
-        return Made([[piece] for piece in _supervised(pieces, UNSUPERVISED, dropped)], changed, dropped)
-    samples = _fit(_supervised(samples, UNSUPERVISED, dropped), config, record.where, changed, dropped)
-    return Made([samples] if samples else [], changed, dropped)
+    if len(samples) > 1:
+        made.changed[SPLIT] += 1
+    is_text = isinstance(record, Text)
+    overlong = ("split" if is_text else "truncate") if config.overlong == "auto" else config.overlong
+    fitted = [
+        piece
+        for sample in _supervised(samples, UNSUPERVISED, made)
+        for piece in _fit(sample, overlong, config.max_seq_len, record.where, made)
+    ]
+    made.units.extend([[piece] for piece in fitted] if is_text else [fitted] if fitted else [])
+    return made
 
 
 def truncate(sample: Sample, max_seq_len: int) -> Sample:
@@ -81,25 +93,29 @@ def windows(sample: Sample, max_seq_len: int) -> list[Sample]:
     return pieces
 
 
-def _fit(samples: list[Sample], config: Any, where: str, changed, dropped) -> list[Sample]:
-    limit = config.max_seq_len
-    lengths = [len(sample.token_ids) for sample in samples]
-    too_long = sum(n > limit for n in lengths)
-    if not too_long:
-        return samples
-    if config.overlong == "error":
+def _fit(sample: Sample, overlong: str, limit: int, where: str, made: Made) -> list[Sample]:
+    """What is left of a sample in rows of `limit` tokens."""
+    length = len(sample.token_ids)
+    if length <= limit:
+        return [sample]
+    if overlong == "error":
         raise UserError(
-            f"{where}: {max(lengths)} tokens, more than dataset.max_seq_len {limit}; raise it or set dataset.overlong"
+            f"{where}: {length} tokens, more than dataset.max_seq_len {limit}; raise it or set dataset.overlong"
         )
-    if config.overlong == "drop":
-        dropped[TOO_LONG] += too_long
-        return [sample for sample, n in zip(samples, lengths) if n <= limit]
-    kept = _supervised([truncate(sample, limit) for sample in samples], CUT_AWAY, dropped)
-    changed[TRUNCATED] += too_long - (len(samples) - len(kept))
+    if overlong == "drop":
+        made.dropped[TOO_LONG] += 1
+        return []
+    if overlong == "split":
+        made.changed[WINDOWED] += 1
+        return _supervised(windows(sample, limit), UNSUPERVISED, made)
+    kept = _supervised([truncate(sample, limit)], CUT_AWAY, made)
+    if kept:
+        made.changed[TRUNCATED] += 1
     return kept
 
 
-def _supervised(samples: list[Sample], reason: str, dropped: collections.Counter[str]) -> list[Sample]:
+def _supervised(samples: list[Sample], reason: str, made: Made) -> list[Sample]:
     kept = [sample for sample in samples if sample.supervised.any()]
-    dropped[reason] += len(samples) - len(kept)
+    if len(kept) < len(samples):
+        made.dropped[reason] += len(samples) - len(kept)
     return kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import itertools
 import json
@@ -11,6 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatrain_jax.config import UserError
+from megatrain_jax.data.records import (
+    BadRecord,
+    Completion,
+    Conversation,
+    Record,
+    Text,
+    Unreadable,
+    check_text,
+    kind,
+)
 
 SUFFIXES = (".jsonl", ".json", ".txt")
 ROLES = {
@@ -23,43 +32,6 @@ ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """Turns of a dialogue.
-
-    Attributes:
-      where: ``file:line``, for messages.
-      messages: turns as chat templates want them, ``{"role": system|user|assistant|tool, "content": str, ...}``.
-      completion_start: index of the first message that answers rather than asks.
-      tools: JSON schemas of the functions that the assistant may call, or None.
-    """
-
-    where: str
-    messages: tuple[dict[str, Any], ...]
-    completion_start: int
-    tools: list[Any] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A prompt and what should follow it, as plain strings."""
-
-    where: str
-    prompt: str
-    completion: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A document to be learnt as a whole."""
-
-    where: str
-    text: str
-
-
-Record = Conversation | Completion | Text
 
 
 def expand(path: str, key: str = "dataset.path") -> list[pathlib.Path]:
@@ -83,11 +55,11 @@ def expand(path: str, key: str = "dataset.path") -> list[pathlib.Path]:
     return files
 
 
-def read(config: Any, path: str, key: str = "dataset.path") -> Iterator[tuple[str, Record]]:
-    """Every record of the files at `path`, with the format it was read as.
+def read(config: Any, path: str, key: str = "dataset.path") -> Iterator[tuple[str, Record | Unreadable]]:
+    """Every record of the files at `path`, with the format it was read as; "" and `Unreadable` for one to be left out.
 
     Args:
-      config: a `DatasetConfig`; `format`, `text_field`, `query_field` and `response_field` are read.
+      config: a `DatasetConfig`; `format`, `text_field`, `query_field`, `response_field` and `on_bad_record` are read.
       path: see `expand`.
       key: the setting that `path` came from, for messages.
 
@@ -103,11 +75,16 @@ def read(config: Any, path: str, key: str = "dataset.path") -> Iterator[tuple[st
         form = config.format
         for line, row in _rows(file):
             where = f"{file}:{line}"
-            if not isinstance(row, dict):
-                raise UserError(f"{where}: expected an object with named columns, found {_kind(row)}")
-            if form == "auto":
-                form = recognise(row, config, where)
-            yield form, normalise(row, form, config, where)
+            try:
+                if not isinstance(row, dict):
+                    raise BadRecord(where, f"expected an object with named columns, found {kind(row)}")
+                if form == "auto":
+                    form = recognise(row, config, where)
+                yield form, normalise(row, form, config, where)
+            except BadRecord as error:
+                if config.on_bad_record == "error":
+                    raise
+                yield "", Unreadable(where, error.reason)
 
 
 def recognise(row: dict[str, Any], config: Any, where: str) -> str:
@@ -115,7 +92,7 @@ def recognise(row: dict[str, Any], config: Any, where: str) -> str:
     for form, alternatives in _columns(config).items():
         if any(set(columns) <= set(row) for columns in alternatives):
             return form
-    raise UserError(f"{where}: no known format has the columns {_names(row)}; name them in dataset.text_field, "
+    raise BadRecord(where, f"no known format has the columns {_names(row)}; name them in dataset.text_field, "
                     "dataset.query_field and dataset.response_field, or see dataset.format")  # fmt: skip
 
 
@@ -129,7 +106,7 @@ def normalise(row: dict[str, Any], form: str, config: Any, where: str) -> Record
     columns = next((columns for columns in alternatives if set(columns) <= set(row)), None)
     if columns is None:
         wanted = " or ".join(" and ".join(f"'{name}'" for name in columns) for columns in alternatives)
-        raise UserError(f"{where}: format '{form}' needs the columns {wanted}; found {_names(row)}")
+        raise BadRecord(where, f"format '{form}' needs the columns {wanted}; found {_names(row)}")
     if form == "text":
         return Text(where, check_text(row[columns[0]], where, f"'{columns[0]}'"))
     if form == "prompt_completion":
@@ -138,27 +115,14 @@ def normalise(row: dict[str, Any], form: str, config: Any, where: str) -> Record
             return Completion(where, check_text(prompt, where, f"'{columns[0]}'"),
                               check_text(completion, where, f"'{columns[1]}'"))  # fmt: skip
         if not completion:
-            raise UserError(f"{where}: '{columns[1]}' is an empty conversation")
+            raise BadRecord(where, f"'{columns[1]}' is an empty conversation")
         return _conversation(row, prompt + completion, where, completion_start=len(prompt))
     if form == "alpaca":
         return _conversation(row, _alpaca_turns(row, where), where)
     turns = row[columns[0]]
     if not isinstance(turns, list):
-        raise UserError(f"{where}: '{columns[0]}' must be a list of turns, found {_kind(turns)}")
+        raise BadRecord(where, f"'{columns[0]}' must be a list of turns, found {kind(turns)}")
     return _conversation(row, turns, where)
-
-
-def check_text(text: Any, where: str, what: str) -> str:
-    """`text` itself, if a tokenizer can read it."""
-    if not isinstance(text, str):
-        raise UserError(f"{where}: {what} must be text, found {_kind(text)}")
-    if "\0" in text:
-        raise UserError(f"{where}: {what} contains a NUL character; remove it (is this a binary file?)")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where}: {what} contains half of a surrogate pair; write the character itself") from None
-    return text
 
 
 def _columns(config: Any) -> dict[str, tuple[tuple[str, ...], ...]]:
@@ -176,14 +140,14 @@ def _alpaca_turns(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     asked = [check_text(row[name], where, f"'{name}'") for name in ("instruction", "input") if row.get(name)]
     history = row.get("history") or []
     if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
-        raise UserError(f"{where}: 'history' must be a list of [instruction, output] pairs")
+        raise BadRecord(where, "'history' must be a list of [instruction, output] pairs")
     texts = [*itertools.chain.from_iterable(history), "\n".join(asked), row["output"]]
     return [{"role": role, "content": text} for role, text in zip(itertools.cycle(("user", "assistant")), texts)]
 
 
 def _conversation(row: dict, turns: list, where: str, completion_start: int | None = None) -> Conversation:
     if not turns:
-        raise UserError(f"{where}: empty conversation")
+        raise BadRecord(where, "empty conversation")
     messages = [_message(turn, f"{where}: turn {i + 1}") for i, turn in enumerate(turns)]
     if row.get("system") and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": check_text(row["system"], where, "'system'")})
@@ -191,11 +155,11 @@ def _conversation(row: dict, turns: list, where: str, completion_start: int | No
     before = None
     for i, role in enumerate(message["role"] for message in messages):
         if role == before and role != "tool":
-            raise UserError(f"{where}: turn {i + 1}: two turns of '{role}' in a row; join them or remove one")
+            raise BadRecord(where, f"turn {i + 1}: two turns of '{role}' in a row; join them or remove one")
         if role == "system" and i > 0:
-            raise UserError(f"{where}: turn {i + 1}: 'system' may only come first")
+            raise BadRecord(where, f"turn {i + 1}: 'system' may only come first")
         if role == "tool" and before not in ("assistant", "tool"):
-            raise UserError(f"{where}: turn {i + 1}: 'tool' must follow the assistant's call, not '{before}'")
+            raise BadRecord(where, f"turn {i + 1}: 'tool' must follow the assistant's call, not '{before}'")
         before = role
     if completion_start is None:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -208,11 +172,11 @@ def _conversation(row: dict, turns: list, where: str, completion_start: int | No
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict):
-        raise UserError(f"{where}: expected an object with role and content, found {_kind(turn)}")
+        raise BadRecord(where, f"expected an object with role and content, found {kind(turn)}")
     role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
     name = turn.get(role_key)
     if not isinstance(name, str) or name not in ROLES:
-        raise UserError(f"{where}: unknown role {name!r}; known are {', '.join(ROLES)}")
+        raise BadRecord(where, f"unknown role {name!r}; known are {', '.join(ROLES)}")
     rest = {k: v for k, v in turn.items() if k not in (role_key, content_key) and v is not None}
     content = turn.get(content_key)
     if content is None and rest.get("tool_calls"):
@@ -222,7 +186,7 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         calls = _parse(content, f"{where}: function_call")
         calls = calls if isinstance(calls, list) else [calls]
         if not all(isinstance(call, dict) and {"name", "arguments"} <= set(call) for call in calls):
-            raise UserError(f"{where}: function_call must be JSON with 'name' and 'arguments'")
+            raise BadRecord(where, "function_call must be JSON with 'name' and 'arguments'")
         content, rest = "", {"tool_calls": [{"type": "function", "function": call} for call in calls]}
     return {"role": ROLES[name], "content": content, **rest}
 
@@ -277,13 +241,8 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}, column {error.colno})") from None
+        raise BadRecord(where, f"not valid JSON ({error.msg}, column {error.colno})") from None
 
 
 def _names(row: dict[str, Any]) -> str:
     return ", ".join(f"'{name}'" for name in row) or "(none)"
-
-
-def _kind(value: Any) -> str:
-    names = {type(None): "null", dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return names.get(type(value), "a number")

@@ -11,7 +11,7 @@ import pytest
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import chat
-from megatrain_jax.data.sources import Completion, Conversation, Text
+from megatrain_jax.data.records import Completion, Conversation, Text
 
 NAMES = {"u": "user", "a": "assistant", "s": "system"}
 DIALOGUES = {

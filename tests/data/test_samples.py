@@ -1,12 +1,63 @@
-"""Windows of a text cover everything once."""
+"""What becomes of one record: cut, divided, left out or refused, and always counted."""
 
 from __future__ import annotations
+
+import pickle
 
 import numpy as np
 import pytest
 
-from megatrain_jax.data import samples
+from megatrain_jax.config import UserError
+from megatrain_jax.data import chat, samples
 from megatrain_jax.data.chat import Sample
+from megatrain_jax.data.records import BadRecord, Conversation, Text, Unreadable
+
+LONG = Conversation(
+    "rows.jsonl:3",
+    tuple({"role": role, "content": f"{role} {i} " * 9} for i in range(6) for role in ("user", "assistant")),
+    11,
+)
+
+
+@pytest.fixture
+def prepare(section, tokenizer):
+    return lambda record, **changes: samples.make_samples(record, tokenizer, section("-", **changes), 400)
+
+
+def test_splitting_keeps_every_supervised_target_once(prepare):
+    [[whole]] = prepare(LONG, max_seq_len=10**4).units
+    out = prepare(LONG, overlong="split")
+    [unit] = out.units
+    assert len(unit) > 2 and all(len(piece.token_ids) <= 64 for piece in unit)
+    expected = whole.token_ids[whole.supervised]
+    np.testing.assert_array_equal(np.concatenate([piece.token_ids[piece.supervised] for piece in unit]), expected)
+    assert out.changed == {samples.WINDOWED: 1}
+
+
+def test_overlong_applies_to_text_too_if_said(prepare):
+    text = Text("a.txt:1", "The end. " * 100)
+    assert len(prepare(text).units) > 1
+    assert len(prepare(text, overlong="truncate").units) == 1
+    assert prepare(text, overlong="drop").dropped == {samples.TOO_LONG: 1}
+    with pytest.raises(UserError, match=r"a\.txt:1: \d+ tokens, more than dataset\.max_seq_len 64"):
+        prepare(text, overlong="error")
+
+
+def test_a_bad_record_is_refused_or_counted(section, tokenizer):
+    strict = chat.with_chat_template(tokenizer, "{{ raise_exception('no users') }}")
+    with pytest.raises(BadRecord, match=r"rows\.jsonl:3: the chat template refuses the conversation: no users"):
+        samples.make_samples(LONG, strict, section("-"), 400)
+    skipping = section("-", on_bad_record="skip")
+    out = samples.make_samples(LONG, strict, skipping, 400)
+    assert not out.units and out.dropped == {"the chat template refuses the conversation: no users": 1}
+    out = samples.make_samples(Unreadable("x:1", "not valid JSON"), tokenizer, skipping, 400)
+    assert not out.units and out.dropped == {"not valid JSON": 1}
+
+
+def test_what_workers_hand_over_survives_pickling():
+    error = BadRecord("a:1", "turn 2: unknown role 'x'; known are y")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.reason, again.where) == (str(error), "unknown role 'x'", "a:1")
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 15, 16, 40])

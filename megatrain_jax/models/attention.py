@@ -1,15 +1,13 @@
-"""Rotary embedding and causal attention confined to segments."""
+"""Causal attention confined to segments."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from megatrain_jax.models.spec import RopeSpec
+from megatrain_jax.models.exact_attention import attend_in_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,34 +22,6 @@ class AttentionOptions:
 
     implementation: str = "xla"
     segments: bool = True
-
-
-def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
-    """Angular frequencies, float32 ``[head_dim / 2]``, in radians per position.
-
-    ``"llama3"`` is the scaling of Llama 3.1: wavelengths longer than ``original / low_freq_factor`` are stretched by
-    `factor`, those shorter than ``original / high_freq_factor`` are kept, and between the two they are mixed.
-    """
-    freq = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind == "linear":
-        freq = freq / rope.factor
-    elif rope.kind == "llama3":
-        turns = rope.original_max_position_embeddings * freq / (2 * math.pi)
-        mix = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        mix = np.clip(mix, 0.0, 1.0)
-        freq = (1 - mix) * freq / rope.factor + mix * freq
-    elif rope.kind != "default":
-        raise ValueError(f"unknown rotary embedding {rope.kind!r}")
-    return freq.astype(np.float32)
-
-
-def apply_rope(x_BxSxHxd: jax.Array, positions_BxS: jax.Array, rope: RopeSpec) -> jax.Array:
-    """Rotates the halves of each head by ``position * frequency``, in float32; same shape and dtype as `x`."""
-    freq_d = rope_frequencies(rope, x_BxSxHxd.shape[-1])
-    angle = positions_BxS.astype(jnp.float32)[..., None, None] * freq_d[None, None, None, :]
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    x1, x2 = jnp.split(x_BxSxHxd.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BxSxHxd.dtype)
 
 
 def causal_mask(segment_ids_BxS: jax.Array, window: int | None) -> jax.Array:
@@ -73,13 +43,34 @@ def attend(
     *,
     window: int | None,
     options: AttentionOptions,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Grouped-query attention with softmax in float32 and scale ``head_dim ** -0.5``; ``[batch, seq, heads, head_dim]``.
+    """Grouped-query attention with softmax in float32; ``[batch, seq, heads, value_dim]``.
 
-    Query head h reads key head ``h // (heads / kv_heads)``.
+    Query head h reads key head ``h // (heads / kv_heads)``. No fused kernel has `softcap` or `sinks_H`: with one of them
+    the scores are computed in tiles, whatever `options` say; see `attend_in_tiles`.
+
+    Args:
+      scale: of the scores; None is ``head_dim ** -0.5``.
     """
+    if softcap is not None or sinks_H is not None:
+        scale = q_BxSxHxd.shape[-1] ** -0.5 if scale is None else scale
+        return attend_in_tiles(
+            q_BxSxHxd,
+            k_BxSxKxd,
+            v_BxSxKxd,
+            segment_ids_BxS,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sinks_H=sinks_H,
+        )
     if options.segments:
         how = {"mask": causal_mask(segment_ids_BxS, window)}
     else:
         how = {"is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
-    return jax.nn.dot_product_attention(q_BxSxHxd, k_BxSxKxd, v_BxSxKxd, implementation=options.implementation, **how)
+    return jax.nn.dot_product_attention(
+        q_BxSxHxd, k_BxSxKxd, v_BxSxKxd, scale=scale, implementation=options.implementation, **how
+    )

@@ -13,16 +13,18 @@ from collections.abc import Mapping
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
-from megatrain_jax.models.attention import AttentionOptions, apply_rope, attend
+from megatrain_jax.models.attention import AttentionOptions, attend
+from megatrain_jax.models.rope import apply_rope
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 
 Weights = Mapping[str, jax.Array]
 
 # What a layer keeps for backward when there is room: with these, only elementwise work is computed again.
-INTERMEDIATES = ("query", "key", "value", "attention", "residual", "gate", "up")
+INTERMEDIATES = ("query", "key", "value", "attention", "mixed", "residual", "gate", "up", "mlp")
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -56,17 +58,33 @@ class Linear(nn.Module):
         return y
 
 
-class RMSNorm(nn.Module):
-    """``x / rms(x)`` in float32, cast to the dtype of `x`, then times ``weight`` (arXiv 1910.07467)."""
+class Norm(nn.Module):
+    """``x / rms(x)`` in float32 times a weight (arXiv 1910.07467); see `LayerSpec.norm` for the kinds.
+
+    The weight has the shape of the last `axes` axes of `x`; the mean is over the last one.
+    """
 
     eps: float
+    kind: str = "rms"
+    axes: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = self.param("weight", nn.initializers.ones, (x.shape[-1],))
+        weight = self.param("weight", nn.initializers.ones, x.shape[-self.axes :])
+        weight = weight.reshape((1,) * (x.ndim - self.axes) + weight.shape)
         y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y -= jnp.mean(y, axis=-1, keepdims=True)
         y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.kind == "rms":
+            return y.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        return (y * (1.0 + weight if self.kind == "rms_offset" else weight)).astype(x.dtype)
+
+
+def times(x: jax.Array, factor: float) -> jax.Array:
+    """``x * factor`` rounded once: the factor is not rounded to the dtype of `x`."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 class Attention(nn.Module):
@@ -76,18 +94,35 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BxSxD: jax.Array, context: Context) -> jax.Array:
         s = self.spec
-
-        def heads(name: str, count: int) -> jax.Array:
-            y = Linear(count * s.head_dim, s.qkv_bias, name=name)(x_BxSxD)
-            return y.reshape(*x_BxSxD.shape[:2], count, s.head_dim)
-
-        q, k, v = heads("q_proj", s.num_heads), heads("k_proj", s.num_kv_heads), heads("v_proj", s.num_kv_heads)
-        if s.qk_norm:
-            q, k = RMSNorm(s.norm_eps, name="q_norm")(q), RMSNorm(s.norm_eps, name="k_norm")(k)
-        q, k = apply_rope(q, context.positions, s.rope), apply_rope(k, context.positions, s.rope)
+        queries, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+        if s.fused_qkv:
+            qkv = Linear(queries + 2 * keys, s.qkv_bias, name="qkv_proj")(x_BxSxD)
+            q, k, v = jnp.split(qkv, [queries, queries + keys], axis=-1)
+        else:
+            q = Linear(queries, s.qkv_bias, name="q_proj")(x_BxSxD)
+            k = Linear(keys, s.qkv_bias, name="k_proj")(x_BxSxD)
+            v = Linear(keys, s.qkv_bias, name="v_proj")(x_BxSxD)
+        norm = functools.partial(Norm, s.norm_eps, s.norm, axes=2 if s.qk_norm_scope == "heads" else 1)
+        whole = s.qk_norm_scope == "projection"
+        if s.qk_norm and whole:
+            q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
+        q, k, v = (y.reshape(*y.shape[:2], -1, s.head_dim) for y in (q, k, v))
+        if s.qk_norm and not whole:
+            q, k = norm(name="q_norm")(q), norm(name="k_norm")(k)
+        if s.rope is not None:
+            q, k = apply_rope(q, context, s.rope), apply_rope(k, context, s.rope)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
         with jax.default_matmul_precision(full_precision(x_BxSxD.dtype) or "default"):
-            y = attend(q, k, v, context.segment_ids, window=s.sliding_window, options=self.options)
+            y = attend(
+                q,
+                k,
+                v,
+                context.segment_ids,
+                window=s.sliding_window,
+                options=self.options,
+                scale=s.attention_scale,
+                softcap=s.attention_softcap,
+            )
         y = checkpoint_name(y.reshape(*x_BxSxD.shape[:2], -1), "attention")
         return Linear(s.hidden_size, s.o_bias, name="o_proj")(y)
 
@@ -100,13 +135,17 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         s = self.spec
-        gate = checkpoint_name(Linear(s.intermediate_size, s.mlp_bias, name="gate_proj")(x), "gate")
-        up = checkpoint_name(Linear(s.intermediate_size, s.mlp_bias, name="up_proj")(x), "up")
+        if s.fused_gate_up:
+            gate, up = jnp.split(Linear(2 * s.intermediate_size, s.mlp_bias, name="gate_up_proj")(x), 2, axis=-1)
+        else:
+            gate = Linear(s.intermediate_size, s.mlp_bias, name="gate_proj")(x)
+            up = Linear(s.intermediate_size, s.mlp_bias, name="up_proj")(x)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
         return Linear(s.hidden_size, s.mlp_bias, name="down_proj")(_ACTIVATIONS[s.activation](gate) * up)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm transformer layer: hidden states in, ``(hidden states, stats)`` out; a dense layer has no stats."""
+    """One transformer layer: hidden states in, ``(hidden states, stats)`` out; a dense layer has no stats."""
 
     spec: LayerSpec
     options: AttentionOptions = AttentionOptions()
@@ -114,10 +153,20 @@ class DecoderLayer(nn.Module):
     @nn.compact
     def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
         s = self.spec
-        h = RMSNorm(s.norm_eps, name="input_layernorm")(x_BxSxD)
-        x_BxSxD = checkpoint_name(x_BxSxD + Attention(s, self.options, name="self_attn")(h, context), "residual")
-        h = RMSNorm(s.norm_eps, name="post_attention_layernorm")(x_BxSxD)
-        return x_BxSxD + GatedMLP(s, name="mlp")(h), ()
+
+        def norm(x: jax.Array, name: str | None) -> jax.Array:
+            return x if name is None else Norm(s.norm_eps, s.norm, name=name)(x)
+
+        def norm_out(x: jax.Array, name: str | None, kept_as: str) -> jax.Array:
+            return x if name is None else norm(checkpoint_name(x, kept_as), name)
+
+        h = norm(x_BxSxD, s.norms.attention_in)
+        mixed = norm_out(Attention(s, self.options, name="self_attn")(h, context), s.norms.attention_out, "mixed")
+        x_BxSxD = checkpoint_name(x_BxSxD + times(mixed, s.residual_multiplier), "residual")
+        if not s.parallel:
+            h = norm(x_BxSxD, s.norms.mlp_in)
+        mlp = norm_out(GatedMLP(s, name="mlp")(h), s.norms.mlp_out, "mlp")
+        return x_BxSxD + times(mlp, s.residual_multiplier), ()
 
 
 class Embedding(nn.Module):
@@ -128,7 +177,13 @@ class Embedding(nn.Module):
     @nn.compact
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         weight = self.param("weight", nn.initializers.zeros, (self.spec.vocab_size, self.spec.hidden_size))
-        return jnp.take(weight, token_ids, axis=0)
+        x = jnp.take(weight, token_ids, axis=0)
+        return times(x, embedding_multiplier(self.spec, x.dtype))
+
+
+def embedding_multiplier(spec: EmbeddingSpec, dtype: jnp.dtype) -> float:
+    """What hidden states of `dtype` are multiplied by when they are looked up."""
+    return float(np.asarray(spec.multiplier, dtype)) if spec.round_multiplier else spec.multiplier
 
 
 class Head(nn.Module):
@@ -137,17 +192,24 @@ class Head(nn.Module):
     spec: HeadSpec
 
     def setup(self) -> None:
-        self.norm = RMSNorm(self.spec.norm_eps)
+        self.norm = Norm(self.spec.norm_eps, self.spec.norm)
         self.lm_head = Linear(self.spec.vocab_size, out_dtype=jnp.float32)
 
     def normalise(self, x: jax.Array) -> jax.Array:
         return self.norm(x)
 
     def project(self, h: jax.Array) -> jax.Array:
+        """What `finish_logits` makes logits of."""
         return self.lm_head(h)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.project(self.normalise(x))
+        return finish_logits(self.spec, self.project(self.normalise(x)))
+
+
+def finish_logits(spec: HeadSpec, raw: jax.Array) -> jax.Array:
+    """Logits, scaled and capped as the spec says."""
+    scaled = times(raw, spec.logit_multiplier)
+    return scaled if spec.logit_softcap is None else spec.logit_softcap * jnp.tanh(scaled / spec.logit_softcap)
 
 
 def bind(weights: Weights) -> dict:

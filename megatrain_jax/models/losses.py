@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax.models.blocks import Head, Weights, bind, full_precision
+from megatrain_jax.models.blocks import Head, Weights, bind, finish_logits, full_precision
 
 
 def split_tiles(x_BxS: jax.Array, tile: int) -> jax.Array:
@@ -49,7 +51,8 @@ def head_loss(head: Head, weights: Weights, x_BxSxD, targets_BxS, loss_weights_B
 
     def body(loss, operands):
         h_t, targets_t, weights_t = operands
-        return loss + cross_entropy(head.apply(bind(weights), h_t, method=Head.project), targets_t, weights_t)[0], None
+        logits = finish_logits(head.spec, head.apply(bind(weights), h_t, method=Head.project))
+        return loss + cross_entropy(logits, targets_t, weights_t)[0], None
 
     operands = [split_tiles(a, tile) for a in (h, targets_BxS, loss_weights_BxS)]
     return jax.lax.scan(body, jnp.float32(0), operands)[0]
@@ -80,10 +83,10 @@ def head_loss_and_grads(
     def body(carry, operands):
         loss, dw = carry
         h_t, targets_t, weights_t = operands
-        tile_loss, dlogits = cross_entropy(
-            head.apply(bind(trainable | frozen), h_t, method=Head.project), targets_t, weights_t
-        )
-        dlogits = dlogits.astype(dtype)
+        raw = head.apply(bind(trainable | frozen), h_t, method=Head.project)
+        logits, finish_vjp = jax.vjp(functools.partial(finish_logits, head.spec), raw)
+        tile_loss, dlogits = cross_entropy(logits, targets_t, weights_t)
+        dlogits = finish_vjp(dlogits)[0].astype(dtype)
         dh_t = jnp.einsum("bsv,vd->bsd", dlogits, weight_VxD, precision=precision)
         if learn:
             dw += jnp.einsum("bsv,bsd->vd", dlogits, h_t, precision=precision, preferred_element_type=jnp.float32)

@@ -46,14 +46,23 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in transformers.
+    """Rotary position embedding (Su et al., arXiv 2104.09864).
 
     Attributes:
       theta: base of the geometric sequence of wavelengths.
-      kind: ``"default"``, ``"linear"`` (positions divided by `factor`) or ``"llama3"`` (Llama 3.1: long
-        wavelengths divided by `factor`, short ones kept, a smooth mix between).
+      kind: ``"default"``; ``"linear"`` (positions divided by `factor`); ``"llama3"`` (Llama 3.1: long wavelengths divided by
+        `factor`, short ones kept, a smooth mix between); ``"yarn"`` (the same idea with a ramp over the number of
+        turns, arXiv 2309.00071); ``"longrope"`` (a factor for each frequency, arXiv 2402.13753).
       factor: the context is stretched by this much.
-      low_freq_factor, high_freq_factor, original_max_position_embeddings: ``"llama3"`` only.
+      low_freq_factor, high_freq_factor: ``"llama3"`` only.
+      original_max_position_embeddings: context before it was stretched; "llama3", "yarn" and "longrope".
+      beta_fast, beta_slow, truncate: ``"yarn"`` only: turns at the two ends of the ramp, and whether those ends are
+        rounded to whole frequencies.
+      short_factors, long_factors: ``"longrope"`` only: one number for each frequency, for samples up to the original
+        context and for longer ones.
+      attention_factor: cosine and sine are multiplied by it.
+      rotary_dim: only the first so many values of a head are rotated; None is all of them.
+      interleaved: the pairs that are rotated are neighbours, not the two halves.
     """
 
     theta: float = 10000.0
@@ -62,28 +71,64 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingSpec:
-    """The token embedding: ``weight [vocab, hidden]``."""
+    """The token embedding: ``weight [vocab, hidden]``.
+
+    Attributes:
+      multiplier: of what is looked up.
+      round_multiplier: the multiplier is first rounded to the dtype that computes (Gemma).
+    """
 
     vocab_size: int
     hidden_size: int
+    multiplier: float = 1.0
+    round_multiplier: bool = False
 
     @property
     def num_parameters(self) -> int:
         return self.vocab_size * self.hidden_size
 
 
+class NormNames(NamedTuple):
+    """Which norms a layer has, by their names on disk: before and after attention, before and after the MLP."""
+
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    mlp_in: str | None = "post_attention_layernorm"
+    mlp_out: str | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """One pre-norm decoder layer: attention, then a gated MLP. Equal specs share one compiled template.
+    """One decoder layer: attention, then a gated MLP. Equal specs share one compiled template.
 
     Attributes:
+      rope: None is attention without positions.
+      norm: ``"rms"``: cast to the dtype that computes, then times the weight (Llama); ``"rms_float32"``: the weight
+        multiplies in float32 (OLMo 2); ``"rms_offset"``: the same with ``1 + weight`` (Gemma); ``"layer"``: mean
+        removed too, no bias, in float32 (Cohere).
+      norms: which norms there are, and their names.
+      parallel: attention and MLP read the same normed input and are added together (Cohere).
       sliding_window: a query attends to at most this many keys, itself included; None is full attention.
-      qk_norm: RMSNorm over each head of q and k before the rotary embedding (Qwen3).
+      attention_scale: of the scores; None is ``head_dim ** -0.5``.
+      attention_softcap: scores become ``cap * tanh(scores / cap)`` (Gemma 2).
+      qk_norm: norm of q and k before the rotary embedding.
+      qk_norm_scope: ``"head"``: over each head, one weight for all (Qwen3); ``"heads"``: over each head, a weight for each
+        (Cohere); ``"projection"``: over all heads together (OLMo 2).
       qkv_bias, o_bias, mlp_bias: which projections carry a bias.
+      fused_qkv, fused_gate_up: stored as one ``qkv_proj`` with rows q, k, v, or one ``gate_up_proj`` with rows gate, up.
+      residual_multiplier: of what attention and MLP add.
     """
 
     hidden_size: int
@@ -91,7 +136,7 @@ class LayerSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     norm_eps: float
     activation: str = "silu"
     sliding_window: int | None = None
@@ -99,26 +144,52 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    norm: str = "rms"
+    norms: NormNames = NormNames()
+    parallel: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    qk_norm_scope: str = "head"
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    residual_multiplier: float = 1.0
+
+    @property
+    def attention_parameters(self) -> int:
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        norms = 2 * self.head_dim if self.qk_norm_scope == "head" else queries + keys
+        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
+        return self.hidden_size * (2 * queries + 2 * keys) + biases + norms * self.qk_norm
+
+    @property
+    def mlp_parameters(self) -> int:
+        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        return 3 * self.hidden_size * self.intermediate_size + biases
 
     @property
     def num_parameters(self) -> int:
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (2 * queries + 2 * keys)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm
-        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
-        biases += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return attention + mlp + norms + biases
+        norms = sum(name is not None for name in self.norms) * self.hidden_size
+        return self.attention_parameters + self.mlp_parameters + norms
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadSpec:
-    """Final norm and output projection. `tied`: the projection is the embedding's weight."""
+    """Final norm and output projection.
+
+    Attributes:
+      tied: the projection is the embedding's weight.
+      norm: as in `LayerSpec`.
+      logit_multiplier: of the logits.
+      logit_softcap: logits become ``cap * tanh(logits / cap)``.
+    """
 
     vocab_size: int
     hidden_size: int
     norm_eps: float
     tied: bool
+    norm: str = "rms"
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -138,6 +209,8 @@ class ModelSpec:
       layers: one `LayerSpec` per decoder layer, in order.
       max_position_embeddings: longest sequence that the model supports, in tokens.
       initializer_range: standard deviation of randomly initialised matrices.
+      embedding_multiplier, round_embedding_multiplier: see `EmbeddingSpec`.
+      norm, logit_multiplier, logit_softcap: see `HeadSpec`.
     """
 
     family: str
@@ -148,12 +221,27 @@ class ModelSpec:
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float = 0.02
+    embedding_multiplier: float = 1.0
+    round_embedding_multiplier: bool = False
+    norm: str = "rms"
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Every block in forward order: embedding, layers, head."""
-        embedding = EmbeddingSpec(self.vocab_size, self.hidden_size)
-        head = HeadSpec(self.vocab_size, self.hidden_size, self.norm_eps, self.tie_word_embeddings)
+        embedding = EmbeddingSpec(
+            self.vocab_size, self.hidden_size, self.embedding_multiplier, self.round_embedding_multiplier
+        )
+        head = HeadSpec(
+            self.vocab_size,
+            self.hidden_size,
+            self.norm_eps,
+            self.tie_word_embeddings,
+            self.norm,
+            self.logit_multiplier,
+            self.logit_softcap,
+        )
         return (embedding, *self.layers, head)
 
     @property

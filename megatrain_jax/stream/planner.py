@@ -224,7 +224,8 @@ def spend_room(
 def intermediates_per_token(layer: LayerSpec) -> int:
     """Values that a layer keeps for each token: its input and `models.blocks.INTERMEDIATES`."""
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    return 2 * queries + 2 * keys + 2 * layer.intermediate_size + 2 * layer.hidden_size
+    normed = (layer.norms.attention_out is not None) + (layer.norms.mlp_out is not None)
+    return 2 * queries + 2 * keys + 2 * layer.intermediate_size + (2 + normed) * layer.hidden_size
 
 
 def _affordable(costs: list[float], room: float) -> int:

@@ -20,7 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.models.attention import AttentionOptions
-from megatrain_jax.models.blocks import INTERMEDIATES, DecoderLayer, Embedding, Head, Weights, bind, tensor_shapes
+from megatrain_jax.models.blocks import (
+    INTERMEDIATES,
+    DecoderLayer,
+    Embedding,
+    Head,
+    Weights,
+    bind,
+    embedding_multiplier,
+    tensor_shapes,
+    times,
+)
 from megatrain_jax.models.losses import head_loss, head_loss_and_grads
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 from megatrain_jax.stream.transfer import AXIS, Mesh
@@ -113,7 +123,8 @@ def embedding_backward(block: EmbeddingSpec, run: Execution, last: bool):
 
     def backward(token_ids, dx, acc, sumsq):
         table = jnp.zeros((block.vocab_size, block.hidden_size), jnp.float32)
-        grad = table.at[token_ids.reshape(-1)].add(dx.reshape(-1, block.hidden_size).astype(jnp.float32))
+        rows = times(dx.reshape(-1, block.hidden_size).astype(jnp.float32), embedding_multiplier(block, dx.dtype))
+        grad = table.at[token_ids.reshape(-1)].add(rows)
         sums = run.accumulate(acc, {"weight": grad}, last=last)
         if last:
             sums, sumsq = run.close(sums, sumsq)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.models.blocks import Head, RMSNorm, bind, model_tensors, tensor_shapes
+from megatrain_jax.models.blocks import Head, Norm, bind, model_tensors, tensor_shapes
 from megatrain_jax.models.spec import Context
 from tests.conftest import small_spec
 from tests.reference import hidden_states, random_weights
@@ -85,7 +85,7 @@ def test_norms_are_float32_inside_and_round_before_the_weight():
     exact = np.asarray(x, np.float64)
     exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
     expected = jnp.asarray(exact, jnp.bfloat16) * weight[None]
-    got = RMSNorm(1e-5).apply({"params": {"weight": weight}}, x)
+    got = Norm(1e-5).apply({"params": {"weight": weight}}, x)
     assert got.dtype == jnp.bfloat16
     assert (np.asarray(got) == np.asarray(expected)).mean() > 0.99  # the rest are ties in the last bit of float32
 

@@ -80,6 +80,9 @@ class DatasetConfig:
       overlong: what happens to a longer sample: it is cut, left out, divided into windows, or refused. "auto" divides
         plain text and cuts the others.
       on_bad_record: a record that cannot be read or understood ends the run, or is left out and counted.
+      packing: what shares a row: "none" gives every sample its own; "best_fit" puts whole samples together;
+        "wrapped", for pretraining, lays them end to end and cuts where a row is full. Attention never crosses samples and
+        their positions start at 0. true is "best_fit". Alias: packing_strategy, bfd for "best_fit".
       pad_to_multiple_of: rows are padded to a multiple of this many tokens.
       max_samples: only the first this many samples are read; None is all.
       shuffle: a new order every epoch, drawn from `Config.seed`.
@@ -98,6 +101,7 @@ class DatasetConfig:
     max_seq_len: Annotated[int, Bounds(low=2)] = 2048
     overlong: Literal["auto", "truncate", "drop", "split", "error"] = "auto"
     on_bad_record: Literal["error", "skip"] = "error"
+    packing: Literal["none", "best_fit", "wrapped"] = "none"
     pad_to_multiple_of: Count = 128
     max_samples: Count | None = None
     shuffle: bool = True
@@ -345,6 +349,7 @@ _ALIASES = {
     "dataset.sequence_len": "dataset.max_seq_len",
     "dataset.max_length": "dataset.max_seq_len",
     "dataset.max_seq_length": "dataset.max_seq_len",
+    "dataset.packing_strategy": "dataset.packing",
     "dataset.train_on_inputs": "dataset.train_on",
     "dataset.train_on_prompt": "dataset.train_on",
     "training.per_device_train_batch_size": "training.batch_size",
@@ -371,6 +376,8 @@ _VALUES: dict[str, dict[Any, Any]] = {
     "model.dtype": _DTYPES,
     "model.device": {"gpu": "cuda"},
     "model.attn_implementation": dict.fromkeys(_PYTORCH_ATTENTION, "auto"),
+    "dataset.packing": {True: "best_fit", False: "none"},
+    "dataset.packing_strategy": {"bfd": "best_fit"},
     "dataset.train_on_inputs": _PROMPT_IS_TRAINED,
     "dataset.train_on_prompt": _PROMPT_IS_TRAINED,
     "training.max_steps": {-1: None},

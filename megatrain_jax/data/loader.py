@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class DataSet:
 
     Attributes:
       train, eval: samples, in file order; `eval` may be empty.
+      train_rows, eval_rows: which of them share a row.
       sequence_length: tokens in every row of every batch.
       format: name of the format recognised; several are joined by ``+``.
       train_statistics, eval_statistics: see `Statistics`. With `val_size`, changes and drops count under train.
@@ -49,6 +51,8 @@ class DataSet:
 
     train: tuple[Sample, ...]
     eval: tuple[Sample, ...]
+    train_rows: packing.Rows
+    eval_rows: packing.Rows
     sequence_length: int
     format: str
     train_statistics: Statistics
@@ -76,25 +80,29 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
         units, held_out = _split(units, config.val_size, seed)
         eval_counts = {}, {}
     train, held_out = tuple(itertools.chain(*units)), tuple(itertools.chain(*held_out))
-    length = packing.sequence_length(train + held_out, config.pad_to_multiple_of, config.max_seq_len)
-    return DataSet(train, held_out, length, form, _count(train, changed, dropped), _count(held_out, *eval_counts))
+    rows = [_plan_rows(samples, config) for samples in (train, held_out)]
+    longest = max(each.longest for each in rows)
+    length = packing.row_length(longest, config.pad_to_multiple_of, config.max_seq_len)
+    statistics = _count(train, changed, dropped), _count(held_out, *eval_counts)
+    return DataSet(train, held_out, *rows, length, form, *statistics)
 
 
 class TrainLoader:
     """An endless stream of steps over a data set: any step can be asked for, so none needs to be remembered.
 
-    Every sample comes once per epoch. The last step of an epoch may hold fewer samples; its shape is that of the others.
+    Every row comes once per epoch, and with it every sample. The last step of an epoch may hold fewer rows; its shape is
+    that of the others.
     """
 
     def __init__(self, dataset: DataSet, batch_size: int, gradient_accumulation_steps: int, seed: int, shuffle: bool):
-        self._samples, self._length = dataset.train, dataset.sequence_length
+        self._samples, self._rows, self._length = dataset.train, dataset.train_rows, dataset.sequence_length
         self._batch_size, self._micro_batches = batch_size, gradient_accumulation_steps
         self._seed, self._shuffle = seed, shuffle
         self._order = functools.lru_cache(maxsize=2)(self._new_order)
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self._samples) // (self._batch_size * self._micro_batches))
+        return -(-len(self._rows) // (self._batch_size * self._micro_batches))
 
     def step(self, n: int) -> list[Batch]:
         """The micro-batches of step `n` (from 0), each `Batch` of NumPy arrays ``[batch_size, sequence_length]``."""
@@ -103,7 +111,10 @@ class TrainLoader:
         first = index * size * self._micro_batches
         order = self._order(epoch)
         rows = [order[first + k * size : first + (k + 1) * size] for k in range(self._micro_batches)]
-        return [packing.make_batch([self._samples[i] for i in part], size, self._length) for part in rows]
+        return [
+            packing.make_batch([self._rows.pieces(row, self._samples) for row in part], size, self._length)
+            for part in rows
+        ]
 
     def steps(self, start: int, stop: int | None = None) -> Iterator[list[Batch]]:
         """Steps `start`, ... `stop` - 1 (endless if None), two of them made ahead by a thread that ends with this."""
@@ -118,14 +129,20 @@ class TrainLoader:
 
     def _new_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
-            return np.arange(len(self._samples))
-        return np.random.default_rng((self._seed, epoch)).permutation(len(self._samples))
+            return np.arange(len(self._rows))
+        return np.random.default_rng((self._seed, epoch)).permutation(len(self._rows))
 
 
 def eval_batches(dataset: DataSet, batch_size: int, max_batches: int | None = None) -> Iterator[Batch]:
     """The held-out samples in order, as batches ``[batch_size, sequence_length]``; the last may hold empty rows."""
-    for first in range(0, len(dataset.eval), batch_size)[:max_batches]:
-        yield packing.make_batch(dataset.eval[first : first + batch_size], batch_size, dataset.sequence_length)
+    for first in range(0, len(dataset.eval_rows), batch_size)[:max_batches]:
+        those = range(first, min(first + batch_size, len(dataset.eval_rows)))
+        rows = [dataset.eval_rows.pieces(row, dataset.eval) for row in those]
+        yield packing.make_batch(rows, batch_size, dataset.sequence_length)
+
+
+def _plan_rows(samples: tuple[Sample, ...], config: Any) -> packing.Rows:
+    return packing.plan_rows([len(sample.token_ids) for sample in samples], config.packing, config.max_seq_len)
 
 
 def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str):
@@ -133,6 +150,8 @@ def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: st
     records = sources.read(config, path, key)
     if key == "dataset.path":
         records = itertools.islice(records, config.max_samples)
+    if config.packing == "wrapped":  # no sample is too long for rows that it may go on in
+        config = dataclasses.replace(config, max_seq_len=sys.maxsize)
     units, forms, changed, dropped = [], {}, collections.Counter(), collections.Counter()
     for form, record in records:
         forms |= {form: None} if form else {}

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatrain_jax.config import DatasetConfig
 from megatrain_jax.data import chat
 
 CHATML = (
@@ -93,29 +94,10 @@ def templates():
 
 @pytest.fixture
 def section():
-    """Makes a dataset section: the defaults, and what is given by name."""
+    """Makes a dataset section: short rows, and what is given by name."""
 
     def make(path, **changes):
-        fields = {
-            "path": str(path),
-            "format": "auto",
-            "text_field": "text",
-            "query_field": "query",
-            "response_field": "response",
-            "chat_template": None,
-            "system_prompt": "",
-            "train_on": "assistant",
-            "max_seq_len": 64,
-            "overlong": "auto",
-            "on_bad_record": "error",
-            "pad_to_multiple_of": 8,
-            "max_samples": None,
-            "shuffle": True,
-            "eval_path": None,
-            "val_size": 0.0,
-        }
-        assert set(changes) <= set(fields)
-        return types.SimpleNamespace(**{**fields, **changes})
+        return DatasetConfig(**{"path": str(path), "max_seq_len": 64, "pad_to_multiple_of": 8} | changes)
 
     return make
 

@@ -147,10 +147,10 @@ def test_evaluation_data_of_its_own(section, jsonl, tokenizer):
     assert (len(dataset.train), len(dataset.eval)) == (1, 2)
     assert "100" in tokenizer.decode(dataset.eval[0].token_ids)
     assert rows_of(loader.eval_batches(dataset, 2)) == samples_of(dataset.eval)  # longer than those of training
-    config.val_size = 2
+    config = dataclasses.replace(config, val_size=2)
     with pytest.raises(UserError, match=r"dataset\.val_size: 2 and dataset\.eval_path are both set"):
         loader.prepare(config, tokenizer, seed=0, vocab_size=400)
-    config.val_size, config.eval_path = 0, "none.jsonl"
+    config = dataclasses.replace(config, val_size=0, eval_path="none.jsonl")
     with pytest.raises(UserError, match=r"dataset\.eval_path: no such file"):
         loader.prepare(config, tokenizer, seed=0, vocab_size=400)
 

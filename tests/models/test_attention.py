@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,12 +36,22 @@ def written_out(q, k, v, mask):
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("segmented", [True, False])
-def test_attention_is_the_formula(window, segmented):
+@pytest.mark.parametrize(("implementation", "seq"), [("xla", 7), ("cudnn", 8), ("cudnn", 7)])
+def test_attention_is_the_formula(monkeypatch, window, segmented, implementation, seq):
+    """What cuDNN is asked for is computed by XLA here."""
+    asked, ours = set(), jax.nn.dot_product_attention
+
+    def on_the_cpu(*args, implementation, **how):
+        asked.add(implementation)
+        return ours(*args, implementation="xla", **how)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", on_the_cpu)
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 7, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
-    segments = np.array([[1, 1, 1, 2, 2, 2, 0]] * 2 if segmented else [[1] * 7] * 2, np.int32)
+    q, k, v = (rng.standard_normal((2, seq, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0][:seq]] * 2 if segmented else [[1] * seq] * 2, np.int32)
     visible = np.asarray(causal_mask(jnp.asarray(segments), window))[:, 0]
-    got = attend(
-        *map(jnp.asarray, (q, k, v, segments)), window=window, options=AttentionOptions("xla", segments=segmented)
-    )
+    options = AttentionOptions(implementation, segments=segmented)
+    got = attend(*map(jnp.asarray, (q, k, v, segments)), window=window, options=options)
+    # cuDNN differentiates attention with a mask over an even number of tokens only.
+    assert asked == {"xla" if segmented and seq % 2 else implementation}
     np.testing.assert_allclose(got, written_out(q, k, v, visible), rtol=0, atol=2e-6)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax.models.parts import full_precision
+
 TILES_AT_ONCE = 16  # tiles of one batched matmul; their weights are gathered beside each other
 LARGEST_TILE = 512
 
@@ -109,7 +111,7 @@ def grouped_matmul(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first
 
     def step(_, operands):
         x, expert = operands
-        return None, jnp.einsum(contraction, x, w[expert], precision=_precision(x.dtype))
+        return None, jnp.einsum(contraction, x, w[expert], precision=full_precision(x.dtype))
 
     y = jax.lax.scan(step, None, _in_tiles(x_MxI, expert_N))[1]
     return y.reshape(len(x_MxI), -1)
@@ -120,7 +122,7 @@ def _weight_gradient(a_MxA: jax.Array, b_MxB: jax.Array, expert_N: jax.Array, ex
 
     def step(total, operands):
         (a, expert), (b, _) = operands
-        part = jnp.einsum("tra,trb->tab", a, b, precision=_precision(a.dtype), preferred_element_type=jnp.float32)
+        part = jnp.einsum("tra,trb->tab", a, b, precision=full_precision(a.dtype), preferred_element_type=jnp.float32)
         return total.at[expert].add(part), None
 
     zero = jnp.zeros((experts, a_MxA.shape[1], b_MxB.shape[1]), jnp.float32)
@@ -155,7 +157,3 @@ def add_bias(y_MxO: jax.Array, bias_ExO: jax.Array, expert_N: jax.Array, scale_M
     if scale_M is not None:
         bias = bias * scale_M.astype(jnp.float32).reshape(len(expert_N), -1, 1)
     return (y + bias).reshape(y_MxO.shape).astype(y_MxO.dtype)
-
-
-def _precision(dtype: jnp.dtype) -> str | None:
-    return "highest" if dtype == jnp.float32 else None

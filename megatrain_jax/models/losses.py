@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from megatrain_jax.models.blocks import Head, Weights, bind, finish_logits, full_precision
+from megatrain_jax.models.blocks import Head, Weights, bind, finish_logits
+from megatrain_jax.models.parts import full_precision
 
 
 def split_tiles(x_BxS: jax.Array, tile: int) -> jax.Array:

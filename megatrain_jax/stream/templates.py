@@ -29,9 +29,9 @@ from megatrain_jax.models.blocks import (
     bind,
     embedding_multiplier,
     tensor_shapes,
-    times,
 )
 from megatrain_jax.models.losses import head_loss, head_loss_and_grads
+from megatrain_jax.models.parts import times
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 from megatrain_jax.stream.transfer import AXIS, Mesh
 

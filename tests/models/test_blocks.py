@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.models.blocks import Head, Norm, bind, model_tensors, tensor_shapes
+from megatrain_jax.models.blocks import Head, bind, model_tensors, tensor_shapes
+from megatrain_jax.models.parts import Norm
 from megatrain_jax.models.spec import Context
 from tests.conftest import small_spec
 from tests.reference import hidden_states, random_weights

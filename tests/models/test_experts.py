@@ -68,7 +68,9 @@ def test_values_of_choices_reach_their_rows_and_come_back(rows):
     picked, pull = jax.vjp(lambda v: pick(v, rows), values)
     choice = np.asarray(rows.choice_M)
     np.testing.assert_array_equal(picked, np.where(choice >= 0, np.asarray(values).reshape(-1)[choice], 0))
-    np.testing.assert_array_equal(np.asarray(pull(gradient)[0]).reshape(-1)[choice[choice >= 0]], np.asarray(gradient)[choice >= 0])
+    np.testing.assert_array_equal(
+        np.asarray(pull(gradient)[0]).reshape(-1)[choice[choice >= 0]], np.asarray(gradient)[choice >= 0]
+    )
 
 
 @pytest.mark.parametrize("in_first", [False, True])

@@ -40,6 +40,13 @@ def gradients(tied: str, micro_batches: str, devices: str) -> None:
     np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
 
 
+def packed(how: str) -> None:
+    """Packed rows against samples alone."""
+    from tests.end_to_end.test_packed import on_devices
+
+    on_devices(how)
+
+
 def training_steps(steps: str, repeats: str) -> None:
     """Some steps end, again and again, where they would without streaming."""
     import optax

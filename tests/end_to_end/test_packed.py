@@ -1,0 +1,57 @@
+"""Loss and gradients of packed rows are those of the same samples, each alone in a row."""
+
+import numpy as np
+import pytest
+
+from megatrain_jax.data import packing
+from megatrain_jax.data.chat import Sample
+from tests.conftest import small_spec
+from tests.end_to_end.test_devices import finish, start
+from tests.reference import ODD, assert_same_gradients, execution, loss_and_grads, make_model, random_weights
+
+CAPACITY = 24
+
+
+def packed_and_alone(spec, how, seed=0, count=11):
+    """Two micro-batches of packed rows, and one batch with the same pieces of samples a row each."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for n in rng.integers(2, CAPACITY * (2 if how == "wrapped" else 1) + 1, count):
+        samples.append(Sample(rng.integers(0, spec.vocab_size, n).astype(np.int32), rng.random(n) < 0.6))
+        samples[-1].supervised[0] = False
+    plan = packing.plan_rows([len(sample.token_ids) for sample in samples], how, CAPACITY)
+    rows = [plan.pieces(row, samples) for row in range(len(plan))]
+    half = -(-len(rows) // 2)
+    packed = [packing.make_batch(part, half, CAPACITY) for part in (rows[:half], rows[half:])]
+    alone = [[piece] for row in rows for piece in row]
+    assert len(alone) > len(rows) > 2 and max(batch.segment_ids.max() for batch in packed) > 1
+    return packed, packing.make_batch(alone, len(alone), CAPACITY)
+
+
+def check(spec, how, run):
+    packed, alone = packed_and_alone(spec, how)
+    weights = random_weights(spec)
+    expected_loss, expected = loss_and_grads(spec, weights, [alone])
+    loss, grads = make_model(spec, weights, run).loss_and_grads(*packed)
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss
+    assert_same_gradients(grads, expected, 1e-5)
+
+
+@pytest.mark.parametrize("how", ["best_fit", "wrapped"])
+@pytest.mark.parametrize("layer", [{}, {"sliding_window": 5, "qk_norm": True}])
+def test_packed_rows(how, layer):
+    check(small_spec(2, tied=True, **layer), how, execution())
+
+
+def test_packed_rows_on_eight_devices():
+    finish(
+        [
+            start(8, "packed", "best_fit"),
+        ],
+        300,
+    )
+
+
+def on_devices(how):
+    """In a process of its own, on rows and sizes that the devices do not divide."""
+    check(small_spec(2, sliding_window=5, qk_norm=True, **ODD), how, execution(devices=8))

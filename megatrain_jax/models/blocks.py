@@ -18,6 +18,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from megatrain_jax.models.attention import AttentionOptions, attend
+from megatrain_jax.models.mla import LatentAttention
+from megatrain_jax.models.moe import MoE, RouterStats
 from megatrain_jax.models.parts import GatedMLP, Linear, Norm, full_precision, times
 from megatrain_jax.models.rope import apply_rope
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
@@ -25,7 +27,7 @@ from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpe
 Weights = Mapping[str, jax.Array]
 
 # What a layer keeps for backward when there is room: with these, only elementwise work is computed again.
-INTERMEDIATES = ("query", "key", "value", "attention", "mixed", "residual", "gate", "up", "mlp")
+INTERMEDIATES = ("query", "key", "value", "attention", "mixed", "residual", "gate", "up", "mlp", "routing", "expert")
 
 
 class Attention(nn.Module):
@@ -53,6 +55,7 @@ class Attention(nn.Module):
         if s.rope is not None:
             q, k = apply_rope(q, context, s.rope), apply_rope(k, context, s.rope)
         q, k, v = checkpoint_name(q, "query"), checkpoint_name(k, "key"), checkpoint_name(v, "value")
+        sinks_H = self.param("sinks", nn.initializers.zeros, (s.num_heads,)) if s.sinks else None
         with jax.default_matmul_precision(full_precision(x_BxSxD.dtype) or "default"):
             y = attend(
                 q,
@@ -63,6 +66,7 @@ class Attention(nn.Module):
                 options=self.options,
                 scale=s.attention_scale,
                 softcap=s.attention_softcap,
+                sinks_H=sinks_H,
             )
         y = checkpoint_name(y.reshape(*x_BxSxD.shape[:2], -1), "attention")
         return Linear(s.hidden_size, s.o_bias, name="o_proj")(y)
@@ -75,7 +79,7 @@ class DecoderLayer(nn.Module):
     options: AttentionOptions = AttentionOptions()
 
     @nn.compact
-    def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
+    def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | tuple[()]]:
         s = self.spec
 
         def norm(x: jax.Array, name: str | None) -> jax.Array:
@@ -85,12 +89,13 @@ class DecoderLayer(nn.Module):
             return x if name is None else norm(checkpoint_name(x, kept_as), name)
 
         h = norm(x_BxSxD, s.norms.attention_in)
-        mixed = norm_out(Attention(s, self.options, name="self_attn")(h, context), s.norms.attention_out, "mixed")
+        attention = (Attention if s.latent is None else LatentAttention)(s, self.options, name="self_attn")
+        mixed = norm_out(attention(h, context), s.norms.attention_out, "mixed")
         x_BxSxD = checkpoint_name(x_BxSxD + times(mixed, s.residual_multiplier), "residual")
         if not s.parallel:
             h = norm(x_BxSxD, s.norms.mlp_in)
-        mlp = norm_out(GatedMLP(s, name="mlp")(h), s.norms.mlp_out, "mlp")
-        return x_BxSxD + times(mlp, s.residual_multiplier), ()
+        y, stats = MoE(s, name="mlp")(h, context) if s.moe else (GatedMLP(s, name="mlp")(h), ())
+        return x_BxSxD + times(norm_out(y, s.norms.mlp_out, "mlp"), s.residual_multiplier), stats
 
 
 class Embedding(nn.Module):

@@ -110,6 +110,84 @@ class NormNames(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts in the place of a layer's MLP: a router sends every token to a few of many small MLPs.
+
+    Attributes:
+      num_experts: E.
+      top_k: experts that a token goes to.
+      intermediate_size: of each expert.
+      router: name of the router on disk.
+      router_bias: the router carries a bias.
+      score: what weights are made of: ``"softmax"`` over all experts, ``"chosen_softmax"`` over the chosen ones (GPT-OSS),
+        or ``"sigmoid"`` (DeepSeek V3).
+      normalise: the weights of a token are divided by their sum.
+      scaling: of the weights.
+      choice_bias: a buffer ``e_score_correction_bias`` is added to the scores for the choice alone.
+      groups, top_groups: experts are chosen from the `top_groups` best of `groups` groups.
+      group_score: what a group is judged by: its best expert (``"max"``, DeepSeek V2) or the sum of its best two
+        (``"top2"``, DeepSeek V3).
+      clamped: experts are those of GPT-OSS: stored ``[in, out]`` with gate and up interleaved, with biases, and
+        ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped values. Else gated MLPs, stored ``[out, in]``, gate above up.
+      limit, alpha: of clamped experts.
+      shared_size: width of the MLP that every token passes besides; 0 is none.
+      shared: its name on disk.
+      shared_gate: its output is multiplied by a sigmoid (Qwen2-MoE).
+      balanced: an auxiliary loss keeps the experts equally busy.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    router: str = "gate"
+    router_bias: bool = False
+    score: str = "softmax"
+    normalise: bool = True
+    scaling: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "max"
+    clamped: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    shared_size: int = 0
+    shared: str = "shared_experts"
+    shared_gate: bool = False
+    balanced: bool = True
+
+    def num_parameters(self, hidden_size: int, experts: int) -> int:
+        """Of a layer with so many experts; `top_k` of them is what a token meets."""
+        router = self.num_experts * (hidden_size + self.router_bias + self.choice_bias)
+        shared = 3 * hidden_size * self.shared_size + hidden_size * self.shared_gate
+        biases = (2 * self.intermediate_size + hidden_size) * self.clamped
+        return router + shared + experts * (3 * hidden_size * self.intermediate_size + biases)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention (DeepSeek V2, arXiv 2405.04434): keys and values come from one narrow vector for each token.
+
+    Attributes:
+      query_rank: width of the vector that queries come from; None projects them directly.
+      key_rank: width of the vector that keys and values come from.
+      nope_dim: values of a head that are not rotated.
+      rope_dim: values that are; all heads share those of the key.
+      value_dim: of a head.
+    """
+
+    query_rank: int | None
+    key_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+# Tensors that are no parameters: never trained, and read in float32.
+BUFFERS = ("e_score_correction_bias",)
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """One decoder layer: attention, then a gated MLP. Equal specs share one compiled template.
 
@@ -129,6 +207,9 @@ class LayerSpec:
       qkv_bias, o_bias, mlp_bias: which projections carry a bias.
       fused_qkv, fused_gate_up: stored as one ``qkv_proj`` with rows q, k, v, or one ``gate_up_proj`` with rows gate, up.
       residual_multiplier: of what attention and MLP add.
+      sinks: each head has a logit that takes part in the softmax and has no value (GPT-OSS).
+      latent: the attention is latent attention; `head_dim` is then that of queries and keys.
+      moe: the MLP is a mixture of experts.
     """
 
     hidden_size: int
@@ -153,16 +234,33 @@ class LayerSpec:
     fused_qkv: bool = False
     fused_gate_up: bool = False
     residual_multiplier: float = 1.0
+    sinks: bool = False
+    latent: LatentSpec | None = None
+    moe: MoESpec | None = None
 
     @property
     def attention_parameters(self) -> int:
+        if self.latent is not None:
+            return self._latent_parameters(self.latent)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * self.head_dim if self.qk_norm_scope == "head" else queries + keys
         biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
-        return self.hidden_size * (2 * queries + 2 * keys) + biases + norms * self.qk_norm
+        return self.hidden_size * (2 * queries + 2 * keys) + biases + norms * self.qk_norm + self.num_heads * self.sinks
+
+    def _latent_parameters(self, s: LatentSpec) -> int:
+        queries, values = self.num_heads * self.head_dim, self.num_heads * s.value_dim
+        if s.query_rank is None:
+            count = self.hidden_size * queries
+        else:
+            count = s.query_rank * (self.hidden_size + self.qkv_bias + 1 + queries)
+        count += (s.key_rank + s.rope_dim) * (self.hidden_size + self.qkv_bias) + s.key_rank
+        count += s.key_rank * (self.num_heads * s.nope_dim + values)
+        return count + self.hidden_size * (values + self.o_bias)
 
     @property
     def mlp_parameters(self) -> int:
+        if self.moe is not None:
+            return self.moe.num_parameters(self.hidden_size, self.moe.num_experts)
         biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         return 3 * self.hidden_size * self.intermediate_size + biases
 
@@ -170,6 +268,15 @@ class LayerSpec:
     def num_parameters(self) -> int:
         norms = sum(name is not None for name in self.norms) * self.hidden_size
         return self.attention_parameters + self.mlp_parameters + norms
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets."""
+        idle = 0 if self.moe is None else self.moe.num_experts - self.moe.top_k
+        if not idle:
+            return self.num_parameters
+        busy = self.moe.num_parameters(self.hidden_size, self.moe.top_k)
+        return self.num_parameters - self.mlp_parameters + busy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -191,11 +191,18 @@ def test_equal_layers_share_one_spec():
     ("config", "message"),
     [
         ({}, r"model_type None is not supported; supported: llama, mistral, qwen2, qwen3"),
-        ({"model_type": "gpt2"}, r"model_type 'gpt2' is not supported; supported: llama"),
+        (
+            {"model_type": "gpt2"},
+            r"model_type 'gpt2' is not supported \(it has learned positions .*\); supported: llama",
+        ),
+        ({"model_type": "bert"}, r"model_type 'bert' is not supported; supported: llama"),
         (small(architectures=["LlamaForSequenceClassification"]), r"'LlamaForSequenceClassification' is not supported"),
         (small(hidden_act="quick_gelu"), r"hidden_act 'quick_gelu' .*supported: silu, gelu, gelu_pytorch_tanh, relu"),
-        (small(rope_scaling={"type": "yarn", "factor": 4.0}), r"rope_scaling type 'yarn' .*default, linear, llama3"),
-        (small(rope_parameters={"rope_type": "longrope"}), r"rope_parameters type 'longrope' is not supported"),
+        (small(rope_scaling={"type": "ntk", "factor": 4.0}), r"rope_scaling type 'ntk' .*default, linear, llama3"),
+        (
+            small(rope_parameters={"rope_type": "longrope"}),
+            r"rope_parameters.short_factor must list a number for each of the 4",
+        ),
         (small(rope_scaling={"type": "dynamic", "factor": 2.0}), r"'dynamic' is not supported"),
         (small(rope_scaling={"type": "linear"}), r"rope_scaling.factor is None; it must be a number above 0"),
         (small(rope_scaling={"type": "linear", "factor": 2.0, "mscale": 1}), r"rope_scaling.mscale is not supported"),

@@ -1,0 +1,106 @@
+"""Every family against transformers: logits, loss, gradients, export, and bfloat16, from random weights."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import megatrain_jax as mt
+from megatrain_jax.models.spec import Batch
+from tests.families import CASES, first_cases, raw_config
+from tests.reference import assert_same_gradients
+
+SAMPLES = (21, 9)  # lengths; the first is beyond every window and every original context, the second within some
+FAST = set(first_cases())
+every_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.exhaustive) for name in CASES]
+)
+
+
+def build(name: str, folder):
+    """A model of transformers with weights of which none is trivial, saved beside the config of the case."""
+    raw = raw_config(name)
+    config = transformers.AutoConfig.for_model(raw.pop("model_type"), **json.loads(json.dumps(raw)))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(0.15 * noise)
+            parameter.copy_(parameter.bfloat16())  # so that bfloat16 starts from the same weights
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(raw_config(name)))
+    return model
+
+
+def tokens(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 96, (2, length)).astype(np.int32)
+
+
+def logits_of(model, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(ids, dtype=torch.long)).logits.float().numpy()
+
+
+def packed_samples() -> tuple[Batch, list[tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+    """Rows of two samples and some padding, and each sample alone: tokens, targets, weights."""
+    rng = np.random.default_rng(1)
+    apart = []
+    for seed, length in enumerate(SAMPLES):
+        weights = np.where(rng.random((2, length)) < 0.5, rng.uniform(0.5, 2, (2, length)), 0).astype(np.float32)
+        apart.append((tokens(seed, length), tokens(seed + 7, length), weights))
+    padding = np.zeros((2, 2), np.int32)
+    ids, targets, weights = (np.concatenate([*(s[i] for s in apart), padding], axis=1) for i in range(3))
+    segments = np.repeat([[1] * SAMPLES[0] + [2] * SAMPLES[1] + [0] * 2], 2, axis=0).astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (*SAMPLES, 2)]).astype(np.int32)
+    positions = np.broadcast_to(positions, segments.shape)
+    return Batch(ids, targets, weights.astype(np.float32), positions, segments), apart
+
+
+@every_case
+def test_logits_gradients_and_export_are_those_of_transformers(name, tmp_path):
+    theirs = build(name, tmp_path / "theirs")
+    model = mt.load(tmp_path / "theirs", dtype="float32", device="cpu")
+    ids = tokens(0, SAMPLES[0])
+    expected = logits_of(theirs, ids)
+    assert expected.std() > 0.05
+    np.testing.assert_allclose(model.logits(ids), expected, rtol=0, atol=1e-4)
+
+    batch, apart = packed_samples()
+    loss, grads = model.loss_and_grads(batch)
+    theirs.zero_grad()
+    total = 0.0
+    for sample, targets, weights in apart:
+        log_p = theirs(torch.tensor(sample, dtype=torch.long)).logits.log_softmax(-1)
+        chosen = log_p.gather(-1, torch.tensor(targets, dtype=torch.long)[..., None])[..., 0]
+        total = total - (torch.tensor(weights) * chosen).sum() / batch.loss_weights.sum()
+    total.backward()
+    assert loss == pytest.approx(total.item(), rel=1e-5)
+    shared = theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    assert shared == model.spec.tie_word_embeddings
+    assert_same_gradients(grads, {n: p.grad.numpy() for n, p in theirs.named_parameters()}, 1e-4)
+
+    mt.save(model, tmp_path / "ours", dtype="float32")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    np.testing.assert_allclose(logits_of(again.eval(), ids), expected, rtol=0, atol=1e-6)
+
+
+@every_case
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(name, tmp_path):
+    theirs = build(name, tmp_path / "theirs")
+    model = mt.load(tmp_path / "theirs", dtype="bfloat16", device="cpu")
+    ids = np.concatenate([tokens(seed, SAMPLES[0]) for seed in range(4)])
+    exact = logits_of(theirs, ids)
+    distance = lambda logits: np.sqrt(np.mean(np.square(logits - exact)))  # noqa: E731
+    assert 0 < distance(model.logits(ids)) <= distance(logits_of(theirs.bfloat16(), ids))

@@ -1,0 +1,165 @@
+"""One small config for each switch of each family; every test that goes through the families reads this table.
+
+Windows are shorter than the prompts of the tests and the original contexts of stretched rotary embeddings too.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "initializer_range": 0.02,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
+    """Different factors for each frequency, short and long."""
+    short, long = ([1.0 + step * i for i in range(frequencies)] for step in (0.1, 0.7))
+    return {"type": "longrope", "short_factor": short, "long_factor": long, **more}
+
+
+# name -> what differs from SMALL. The first word is the model type.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+    "llama bias linear tied": {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 16,
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "llama yarn": {"rope_scaling": YARN},
+    "llama longrope": {"rope_scaling": longrope(4, original_max_position_embeddings=16)},
+    "mistral": {"head_dim": 16, "sliding_window": 6},
+    "mistral full": {"sliding_window": None, "hidden_act": "relu"},
+    "qwen2": {},
+    "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 6, "layer_types": [SLIDING, FULL]},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3 mixed bias": {
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+    },
+    "gemma": {"head_dim": 16, "hidden_act": "gelu"},
+    "gemma bias untied": {
+        "head_dim": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "gemma2": {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24},
+    "gemma2 strong caps": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 4,
+        "layer_types": [FULL, SLIDING],
+    },
+    "gemma2 no caps": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+    },
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "sliding_window_pattern": 2,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma3_text nested": {
+        "head_dim": 16,
+        "sliding_window": 6,
+        "layer_types": [SLIDING, FULL],
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 30,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+            FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+        },
+    },
+    "phi3": {"sliding_window": 6},
+    "phi3 longrope": {
+        "original_max_position_embeddings": 16,
+        "rope_scaling": longrope(4),
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+    },
+    "phi3 partial longrope tied": {
+        "hidden_size": 64,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 16,
+        "rope_scaling": longrope(6),
+        "tie_word_embeddings": True,
+    },
+    "glm": {"head_dim": 16},
+    "glm no bias": {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.25},
+    "glm4": {"head_dim": 16},
+    "glm4 tied": {"head_dim": 16, "tie_word_embeddings": True, "rope_scaling": YARN, "attention_bias": False},
+    "olmo2": {"rope_theta": 5e5},
+    "olmo2 bias tied": {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 6, "rope_scaling": YARN},
+    "olmo3 nested": {
+        "sliding_window": 6,
+        "layer_types": [FULL, SLIDING],
+        "attention_bias": True,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+            FULL: {**YARN, "attention_factor": 1.2, "beta_fast": 16, "beta_slow": 2, "rope_theta": 1e4},
+        },
+    },
+    "smollm3": {"no_rope_layers": [1, 0], "rope_theta": 1e4},
+    "smollm3 sliding bias": {
+        "num_hidden_layers": 3,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": False,
+    },
+    "granite": {
+        "embedding_multiplier": 12.3,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 7.0,
+        "tie_word_embeddings": True,
+    },
+    "granite bias": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "cohere": {"logit_scale": 0.25},
+    "cohere qk norm bias untied": {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    "cohere2": {"num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 3},
+    "cohere2 bias": {"sliding_window": 6, "attention_bias": True, "layer_types": [FULL, SLIDING]},
+}
+
+
+def raw_config(name: str) -> dict[str, Any]:
+    """The config.json of a case."""
+    return json.loads(json.dumps({**SMALL, "model_type": name.split()[0], **CASES[name]}))
+
+
+def first_cases() -> list[str]:
+    """One case of each family."""
+    return list({name.split()[0]: name for name in reversed(CASES)}.values())[::-1]

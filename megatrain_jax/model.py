@@ -19,6 +19,7 @@ from megatrain_jax.host.store import HostStore, HostTensor, Layout
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
+from megatrain_jax.models.initial import initial_value
 from megatrain_jax.models.spec import Batch, ModelSpec
 from megatrain_jax.stream.pipeline import Pipeline
 from megatrain_jax.stream.resident import ResidentTensor
@@ -36,6 +37,7 @@ class Model:
       run: what every template shares: mesh, dtype, attention.
       config: the parsed Hugging Face config.json.
       source: folder with the config.json and the tokenizer.
+      notes: what a user should know of the files that were read, such as tensors that are not used.
     """
 
     spec: ModelSpec
@@ -43,6 +45,7 @@ class Model:
     run: Execution
     config: Mapping[str, Any]
     source: Path
+    notes: tuple[str, ...] = ()
 
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """Logits of the next token at every position, streamed block by block.
@@ -173,13 +176,13 @@ def load(
         initialise(store, seed)
         return Model(spec, store, run, config, Path(path))
     # Everything is checked before the first tensor is handed over, and nothing is allocated before that.
-    huggingface.load_weights(
+    report = huggingface.load_weights(
         path,
         model_tensors(spec),
         lambda name, array: make_store().tensors[name].assign(array),
         tied=spec.tie_word_embeddings,
     )
-    return Model(spec, make_store(), run, config, Path(path))
+    return Model(spec, make_store(), run, config, Path(path), report.notes)
 
 
 def load_for_training(config: Config, mesh: Mesh, resident: Collection[int] = ()) -> Model:
@@ -224,15 +227,10 @@ def save(model: Model, out_dir: str | Path, *, dtype: str = "bfloat16", max_shar
 
 
 def initialise(store: HostStore, seed: int) -> None:
-    """Draws every matrix from ``normal(0, initializer_range)``; norms are 1 and biases 0. Reproducible by `seed`."""
+    """Sets every tensor to its `initial_value`. Reproducible by `seed`."""
 
     def draw(number: int, tensor: HostTensor) -> None:
-        if len(tensor.shape) == 1:
-            tensor.assign(np.full(tensor.shape, 0 if tensor.name.endswith("bias") else 1, np.float32))
-            return
-        values = np.random.default_rng([seed, number]).standard_normal(tensor.shape, np.float32)
-        values *= np.float32(store.spec.initializer_range)
-        tensor.assign(values)
+        tensor.assign(initial_value(store.spec, tensor.name, tensor.shape, np.random.default_rng([seed, number])))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(draw, *zip(*enumerate(store.tensors.values()), strict=True)))

@@ -149,6 +149,7 @@ def describe(config: Config, prepared: Preparation) -> list[str]:
         f"data       {stats.samples:,} samples ({data.format}), {stats.tokens:,} tokens, "
         f"{stats.supervised_tokens / max(stats.tokens, 1):.0%} supervised, rows of {data.sequence_length}",
     ]
+    lines[1:1] = [f"template   {line}" for line in spec.describe_templates()]
     if data.eval:
         held = data.eval_statistics
         lines.append(f"eval       {held.samples:,} samples, {held.tokens:,} tokens")

@@ -148,6 +148,7 @@ class Trainer:
             for line in [
                 *describe(config, prepared),
                 *describe_plan(p, config.training.gradient_accumulation_steps, mesh),
+                *(f"weights    {note}" for note in model.notes),
             ]:
                 progress.message(line)
             if resume:

@@ -7,6 +7,7 @@ into its shard, so neither direction ever holds a second copy of the model. Only
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -39,6 +40,8 @@ TOKENIZER_FILES = (
 )
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What takes the place of "model." in a base model, and in models of which the language model is a part.
+_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 _READABLE = ("BF16", "F16", "F32")
 _WRITABLE = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -74,6 +77,15 @@ class LoadReport:
     unused: tuple[str, ...]
     head_differs: bool
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of it, a line each; tensors that differ in numbers alone are named once."""
+        groups = collections.Counter(re.sub(r"\d+", "*", name) for name in self.unused)
+        notes = [f"not used: {name}" + (f" ({count})" if count > 1 else "") for name, count in groups.items()]
+        if self.head_differs:
+            notes.append(f"not used: {_HEAD}, which differs from the embedding although config.json ties the two")
+        return tuple(notes)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
@@ -96,7 +108,8 @@ def load_weights(
 
     Args:
       folder: a Hugging Face folder with ``model.safetensors``, or shards and their index, or any ``*.safetensors``.
-      shapes: full tensor name -> shape. Files of a base model, whose names lack the leading ``model.``, fit too.
+      shapes: full tensor name -> shape. Files of a base model, whose names lack the leading ``model.``, and of
+        a larger model that has this one as its ``language_model`` fit too.
       write: receives an array of the dtype on file (bfloat16, float16 or float32). It must copy what it keeps.
       tied: the head is the embedding: `shapes` has no ``lm_head.weight`` and one in the files is ignored.
 
@@ -269,12 +282,7 @@ def _open(file: Path) -> safe_open:
 
 def _match(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
     """name -> place of every tensor of `shapes`, checked; in the order of `shapes`."""
-    keys = {name: name for name in shapes}
-    bare = {name: name.removeprefix("model.") for name in shapes}
-    if not any(name in stored for name in shapes if name != _HEAD) and any(
-        key in stored for name, key in bare.items() if name != _HEAD
-    ):
-        keys = bare
+    keys = _keys(shapes, stored)
     missing = [name for name, key in keys.items() if key not in stored]
     if missing == [_HEAD]:
         raise UserError(
@@ -296,6 +304,16 @@ def _match(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[
                 f"{place.file}: tensor '{place.key}' has dtype {place.dtype}; supported: {', '.join(_READABLE)}"
             )
     return found
+
+
+def _keys(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> dict[str, str]:
+    """name -> name on file: as it is, of a base model, or of the language model within a larger one."""
+    for prefix in _PREFIXES:
+        keys = {name: prefix + name.removeprefix("model.") if name != _HEAD else _HEAD for name in shapes}
+        if any(key in stored for name, key in keys.items() if name != _HEAD):
+            head = next((key for key in (_HEAD, f"language_model.{_HEAD}") if key in stored), _HEAD)
+            return keys | ({_HEAD: head} if _HEAD in shapes else {})
+    return {name: name for name in shapes}
 
 
 def _differ(embedding: _Stored, head: _Stored) -> bool:

@@ -68,6 +68,9 @@ _SPECIAL = {
     "use_sliding_window",
 }
 
+# Models with a language model in them, and the model type of that one; the rest of such a model is left out.
+_LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+
 # Asked for often, and why the answer is no.
 _REFUSED = {
     "gpt2": "it has learned positions and transposed projections, which no supported family has",
@@ -98,6 +101,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def read_config(folder: str | Path, overrides: Mapping[str, Any] = {}) -> dict[str, Any]:
     """config.json of a Hugging Face folder, with the top-level keys of `overrides` set in it.
 
+    Of a model that sees pictures too, it is the config of the language model in it, as a model of its own.
     ``num_hidden_layers`` set lower than the file's also shortens the file's ``layer_types``.
 
     Raises:
@@ -114,6 +118,8 @@ def read_config(folder: str | Path, overrides: Mapping[str, Any] = {}) -> dict[s
         raise UserError(f"{path}: cannot be read as JSON ({error}); get the file again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: holds a {type(config).__name__} where a JSON object is needed; get the file again")
+    if config.get("model_type") in _LANGUAGE_MODELS:
+        config = _language_model(config)
     known = {*config, *DEFAULTS, *_NEUTRAL, *_SPECIAL, "model_type"}
     for key in overrides:
         if key not in known:
@@ -124,3 +130,13 @@ def read_config(folder: str | Path, overrides: Mapping[str, Any] = {}) -> dict[s
     if isinstance(layers, int) and isinstance(types, list):
         config["layer_types"] = types[:layers]
     return {**config, **overrides}
+
+
+def _language_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    name, part = config["model_type"], config.get("text_config")
+    if not isinstance(part, Mapping):
+        raise UserError(f"config.json: text_config of a {name} model is {part!r}; it must be an object")
+    family = _FAMILIES[_LANGUAGE_MODELS[name]]
+    inherited = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
+    own = {"model_type": _LANGUAGE_MODELS[name], "architectures": [f"{family.class_name}ForCausalLM"]}
+    return {**part, **inherited, **own}

@@ -269,6 +269,16 @@ class LayerSpec:
         norms = sum(name is not None for name in self.norms) * self.hidden_size
         return self.attention_parameters + self.mlp_parameters + norms
 
+    def describe(self) -> str:
+        """What the layer computes, in words that differ between the layers of a model."""
+        attention = "attention" if self.latent is None else "latent attention"
+        window = "all keys" if self.sliding_window is None else f"window {self.sliding_window}"
+        rope = "no positions" if self.rope is None else f"{self.rope.kind} rotary {self.rope.theta:g}"
+        mlp = f"MLP {self.intermediate_size}"
+        if self.moe is not None:
+            mlp = f"{self.moe.top_k} of {self.moe.num_experts} experts of {self.moe.intermediate_size}"
+        return f"{attention} {self.num_heads}/{self.num_kv_heads} x {self.head_dim}, {window}, {rope}; {mlp}"
+
     @property
     def active_parameters(self) -> int:
         """Parameters that a token meets."""
@@ -354,6 +364,17 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(block.num_parameters for block in self.blocks)
+
+    def describe_templates(self) -> list[str]:
+        """A line for each distinct structure of layer, that is for each that is compiled, with the layers that have it."""
+        lines = []
+        for structure in dict.fromkeys(self.layers):
+            numbers = [i for i, layer in enumerate(self.layers) if layer == structure]
+            starts = [i for i in numbers if i - 1 not in numbers]
+            ends = [i for i in numbers if i + 1 not in numbers]
+            runs = ", ".join(f"{i}" if i == j else f"{i}-{j}" for i, j in zip(starts, ends, strict=True))
+            lines.append(f"layers {runs}: {structure.describe()}")
+        return lines
 
     def tensor_name(self, block: int, path: str) -> str:
         """Hugging Face name of tensor `path` (such as ``"self_attn.q_proj.weight"``) of block number `block`.

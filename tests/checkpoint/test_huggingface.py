@@ -89,7 +89,14 @@ def test_unused_tensors_are_listed_and_rotary_buffers_are_not(tmp_path):
     save_file(tensors | extra, tmp_path / "model.safetensors")
     got, report = load(tmp_path, shapes_of(tensors))
     assert_same_bytes(got, tensors)
-    assert report.unused == ("mtp.x",)
+    assert report.unused == ("mtp.x",) and report.notes == ("not used: mtp.x",)
+
+
+def test_notes_name_many_unused_tensors_once():
+    unused = tuple(f"vision.layers.{i}.{w}.weight" for i in range(12) for w in "qk")
+    notes = huggingface.LoadReport((), 0, (), unused, head_differs=True).notes
+    assert notes[:2] == ("not used: vision.layers.*.q.weight (12)", "not used: vision.layers.*.k.weight (12)")
+    assert len(notes) == 3 and "lm_head.weight, which differs from the embedding" in notes[2]
 
 
 @pytest.mark.parametrize("head", [None, "equal", "other values", "other dtype"])
@@ -108,12 +115,15 @@ def test_the_head_of_a_tied_model_is_ignored_and_a_different_one_reported(tmp_pa
     assert report.unused == ()
 
 
-def test_names_of_a_base_model_fit(tmp_path):
-    tensors = some_tensors(head=False)
-    save_file({name.removeprefix("model."): array for name, array in tensors.items()}, tmp_path / "model.safetensors")
-    got, report = load(tmp_path, shapes_of(tensors), tied=True)
+@pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
+@pytest.mark.parametrize("head", [None, HEAD, f"language_model.{HEAD}"])
+def test_names_of_a_base_model_and_of_the_language_model_in_a_larger_one_fit(tmp_path, prefix, head):
+    tensors = some_tensors(head=head is not None)
+    on_file = {prefix + n.removeprefix("model.") if n != HEAD else head: array for n, array in tensors.items()}
+    save_file(on_file | {"vision_tower.weight": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
+    got, report = load(tmp_path, shapes_of(tensors), tied=head is None)
     assert_same_bytes(got, tensors)
-    assert report.unused == ()
+    assert report.unused == ("vision_tower.weight",)
 
 
 def test_reading_holds_one_tensor_at_a_time(tmp_path):

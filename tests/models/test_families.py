@@ -267,6 +267,18 @@ def test_read_config_sets_overrides(tmp_path):
     assert len(spec_from_config(cut).layers) == 2
 
 
+def test_of_a_model_that_sees_too_the_language_model_is_read(tmp_path):
+    text = {**SMALL, "model_type": "gemma3_text", "num_key_value_heads": 2, "tie_word_embeddings": True}
+    whole = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "text_config": text, "tie_word_embeddings": False}))
+    got = read_config(tmp_path, {"num_hidden_layers": 2})
+    assert got["architectures"] == ["Gemma3ForCausalLM"]
+    assert spec_from_config(got) == spec_from_config({**text, "num_hidden_layers": 2, "tie_word_embeddings": False})
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match="text_config of a gemma3 model is None"):
+        read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

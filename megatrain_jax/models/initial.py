@@ -1,0 +1,29 @@
+"""What a tensor holds before training, as the families of transformers initialise it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatrain_jax.models.spec import ModelSpec
+
+
+def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """A random tensor, float32.
+
+    Matrices and embeddings are drawn from ``normal(0, initializer_range)``; biases are 0. Norms start as the identity: at 1,
+    or at 0 where the weight is added to 1. Decay rates of gated delta layers are drawn from ``uniform(0.01, 16)``, and their
+    time steps are 1.
+
+    Args:
+      name: of the tensor, as on disk.
+    """
+    if name.endswith("A_log"):
+        return np.log(rng.uniform(0.01, 16.0, shape)).astype(np.float32)
+    if name.endswith("dt_bias"):
+        return np.ones(shape, np.float32)
+    if name.endswith("bias"):
+        return np.zeros(shape, np.float32)
+    if name.removesuffix(".weight").endswith("norm"):
+        from_zero = spec.norm == "rms_offset" and not name.endswith("linear_attn.norm.weight")
+        return np.full(shape, 0 if from_zero else 1, np.float32)
+    return rng.standard_normal(shape, np.float32) * np.float32(spec.initializer_range)

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -97,15 +98,30 @@ def settle_environment(config: Config) -> None:
 def pinned_pool_gib(config: Config) -> int:
     """Limit of jax's pinned memory pool in GiB: the gradients and block inputs that can be in flight, and a quarter more.
 
-    It is a limit and not an allocation; the weights are outside the pool.
+    Weights are outside the pool. The pool takes memory in steps that double, up to this limit, so it is not set higher
+    than need be: block inputs count only where they may have to leave the device.
     """
     from megatrain_jax.models.families import read_config, spec_from_config
 
     spec = spec_from_config(read_config(config.model.name, config.model.config_overrides))
     itemsize = 2 if config.model.dtype == "bfloat16" else 4
     tokens = config.training.batch_size * config.training.gradient_accumulation_steps * config.dataset.max_seq_len
-    inputs = (len(spec.layers) + 1) * tokens * spec.hidden_size
-    return max(8, -(-int(1.25 * itemsize * (spec.num_parameters + inputs)) // 2**30))
+    inputs = itemsize * (len(spec.layers) + 1) * tokens * spec.hidden_size
+    if config.memory.offload_activations is False or (
+        config.memory.offload_activations == "auto" and inputs < 0.25 * _smallest_gpu_bytes()
+    ):
+        inputs = 0
+    return max(8, -(-int(1.25 * (itemsize * spec.num_parameters + inputs)) // 2**30))
+
+
+def _smallest_gpu_bytes() -> float:
+    """Memory of the smallest GPU, asked of the driver's own tool because jax must not be imported yet; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+        return min(float(line) for line in found.splitlines()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0.0
 
 
 def _fail(code: int, message: str) -> int:

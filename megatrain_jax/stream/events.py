@@ -23,12 +23,14 @@ class Event(NamedTuple):
       block: number of the block, the embedding being 0.
       micro_batch: number within the step, None where all of them share it.
       when: seconds of `time.perf_counter`.
+      nbytes: what crosses the link, for "h2d" and "d2h".
     """
 
     what: str
     block: int
     micro_batch: int | None
     when: float
+    nbytes: int = 0
 
 
 Listener = Callable[[Event], None]
@@ -46,17 +48,17 @@ class Recorder:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # made when it is first needed
 
-    def __call__(self, what: str, block: int, micro_batch: int | None = None) -> None:
+    def __call__(self, what: str, block: int, micro_batch: int | None = None, nbytes: int = 0) -> None:
         if self._listener is not None:
-            self._listener(Event(what, block, micro_batch, time.perf_counter()))
+            self._listener(Event(what, block, micro_batch, time.perf_counter(), nbytes))
 
-    def watch(self, what: str, block: int, micro_batch: int | None, arrays: Any) -> None:
+    def watch(self, what: str, block: int, micro_batch: int | None, arrays: Any, nbytes: int = 0) -> None:
         """Records that `what` was dispatched now, and "`what` done" when `arrays` are ready.
 
         The arrays must not be donated to a later computation.
         """
         if self._listener is not None:
-            self(what, block, micro_batch)
+            self(what, block, micro_batch, nbytes)
             self._when_ready(arrays, lambda: self(f"{what} done", block, micro_batch))
 
     def time_of(self, arrays: Any) -> concurrent.futures.Future[float]:

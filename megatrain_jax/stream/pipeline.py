@@ -253,8 +253,9 @@ class Pipeline:
             self._updater.wait(owners)
             self._waited += time.perf_counter() - start
             self._record("waited", block)
-        weights = self.run.mesh.put_weights(self.store.blocks[block])
-        self._record.watch("h2d", block, None, weights)
+        mesh, tensors = self.run.mesh, self.store.blocks[block]
+        weights = mesh.put_weights(tensors)
+        self._record.watch("h2d", block, None, weights, mesh.weight_bytes(tensors))
         return weights
 
     def _run_for(self, batches: Sequence[Batch]) -> Execution:
@@ -355,5 +356,5 @@ class Pipeline:
                 sink(block, DeviceGradients(grads, sumsq))
                 return
             landing = self.run.mesh.gradients_to_host(grads, sumsq)
-            self._record.watch("d2h", block, None, landing.arrays)
+            self._record.watch("d2h", block, None, landing.arrays, landing.nbytes)
             sink(block, landing)

@@ -76,6 +76,10 @@ class Mesh:
             for path, tensor in coming.items()
         }
 
+    def weight_bytes(self, tensors: Mapping[str, HostTensor]) -> int:
+        """What `put_weights` moves from this process' host memory."""
+        return sum(row.nbytes for tensor in tensors.values() if not tensor.resident for row in tensor.wire)
+
     def put_batch(self, batch: Batch) -> Batch:
         """Copies a batch of NumPy arrays to the devices, its rows split evenly; padded with rows of zero weight."""
         missing = -len(batch.token_ids) % self.size
@@ -153,6 +157,11 @@ class HostGradients:
 
     def __init__(self, arrays: dict[str, jax.Array], sumsq: jax.Array):
         self.arrays, self.sumsq = arrays, sumsq
+
+    @property
+    def nbytes(self) -> int:
+        """What moves to this process' host memory."""
+        return sum(shard.data.nbytes for array in self.arrays.values() for shard in array.addressable_shards)
 
     def wait(self) -> None:
         jax.block_until_ready((self.arrays, self.sumsq))

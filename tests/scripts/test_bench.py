@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_shape_on_the_cpu(tmp_path):
-    arguments = "--shape tiny --layers 3 --batch 2 --seq 32 --steps 2 --micro-batches 2 --clip 1 0 --device cpu".split()
+    arguments = "--shape tiny --layers 3 --batch 2 --seq 32 --steps 2 --micro-batches 2 --keep 1 --clip 1 0 --device cpu".split()
     picture, results = tmp_path / "step.png", tmp_path / "results.json"
     command = [sys.executable, "scripts/bench.py", *arguments, "--timeline", str(picture), "--json", str(results)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -27,4 +27,9 @@ def test_a_small_shape_on_the_cpu(tmp_path):
         matmuls = 3 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 256) + 64 * 1000
         flops = 6 * matmuls + 6 * 3 * 4 * 16 * 32
         assert result["model_tflops"] == pytest.approx(flops * result["tokens_per_second"] / 1e12)
+        # Two layers keep nothing but their input: norms, biases and all projections but the last, and attention.
+        again = 2 * 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 2 * 64 * 256 + 2 * 64 + 64 + 2 * 32) + 2 * 2 * 4 * 16 * 32
+        assert result["hardware_tflops"] == pytest.approx((flops + again) * result["tokens_per_second"] / 1e12)
+        assert 0 < result["shares"]["device_busy"] <= 1 and result["update_gbps"] > 0
+        assert result["ceilings"]["matmul_tflops"] > 0 and result["ceilings"]["update_gbps"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -26,10 +26,10 @@ class Watcher(Recorder):
         self.markers: list[jax.Array] = []
         super().__init__(self.events.append)
 
-    def watch(self, what, block, micro_batch, arrays):
+    def watch(self, what, block, micro_batch, arrays, nbytes=0):
         if what in COMPUTE:
             self.markers.append(arrays)
-        super().watch(what, block, micro_batch, arrays)
+        super().watch(what, block, micro_batch, arrays, nbytes)
 
 
 def recorded(layers, settings, micro_batches, *, tied=True, steps=2, trainable=lambda name: True) -> Watcher:
@@ -94,6 +94,22 @@ def test_weights_cross_once_a_pass(run):
     one_group = [*range(layers + 2), *range(layers, 0, -1)]
     expected = one_group * len(groups_of(settings, micro_batches)) * 2
     assert [event.block for event in dispatched(events, "h2d")] == expected
+
+
+@pytest.mark.parametrize("dtype, itemsize", [("bfloat16", 2), ("float32", 4)])
+def test_every_weight_crosses_twice_and_every_gradient_once(dtype, itemsize):
+    spec = small_spec(3, tied=True, qk_norm=True)
+    watcher = Watcher()
+    model = make_model(spec, random_weights(spec), execution(dtype))
+    updater = Updater(model.store, SlowUpdates(), watcher)
+    Pipeline(model.store, model.run, HELD, watcher, updater).train_step([random_batch(spec, m) for m in range(2)])
+    updater.close()
+    watcher.close()
+    table, layers = spec.vocab_size * spec.hidden_size, sum(layer.num_parameters for layer in spec.layers)
+    moved = {what: sum(e.nbytes for e in dispatched(watcher.events, what)) for what in ("h2d", "d2h")}
+    # The tied table goes to the embedding and to the head; the head's gradient of it does not leave by itself.
+    assert moved["h2d"] == itemsize * (2 * table + spec.hidden_size + 2 * layers)
+    assert moved["d2h"] == itemsize * (table + spec.hidden_size + layers)
 
 
 def test_the_next_block_is_on_its_way_before_this_one_computes_and_no_other_is(run):
@@ -168,8 +184,8 @@ def test_the_dispatching_thread_is_never_further_ahead_than_it_may(monkeypatch, 
         return wait(arrays)
 
     class Counter(Watcher):
-        def watch(self, what, block, micro_batch, arrays):
-            super().watch(what, block, micro_batch, arrays)
+        def watch(self, what, block, micro_batch, arrays, nbytes=0):
+            super().watch(what, block, micro_batch, arrays, nbytes)
             if what in COMPUTE:
                 assert {id(marker) for marker in self.markers[:-RUN_AHEAD]} <= set(waited)
                 # Nor does it wait for more than it must.

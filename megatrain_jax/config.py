@@ -85,6 +85,10 @@ class DatasetConfig:
         their positions start at 0. true is "best_fit". Alias: packing_strategy, bfd for "best_fit".
       pad_to_multiple_of: rows are padded to a multiple of this many tokens.
       max_samples: only the first this many samples are read; None is all.
+      num_workers: processes that tokenise what is not in the cache yet; "auto" is one a core, up to 16, and 0 does it in
+        this process. The result does not depend on it.
+      cache_dir: folder of the tokenised samples, which are kept for later runs; None is megatrain_jax/data in the user's
+        cache folder ($XDG_CACHE_HOME or ~/.cache). Alias: tokenized_path.
       shuffle: a new order every epoch, drawn from `Config.seed`.
       eval_path: file, folder or glob of the evaluation samples; None with `val_size` 0 is no evaluation.
       val_size: held out of `path` for evaluation: a fraction in [0, 1) or a whole number of samples.
@@ -104,6 +108,8 @@ class DatasetConfig:
     packing: Literal["none", "best_fit", "wrapped"] = "none"
     pad_to_multiple_of: Count = 128
     max_samples: Count | None = None
+    num_workers: Literal["auto"] | Size = "auto"
+    cache_dir: str | None = None
     shuffle: bool = True
     eval_path: str | None = None
     val_size: Size | Fraction = 0
@@ -350,6 +356,7 @@ _ALIASES = {
     "dataset.max_length": "dataset.max_seq_len",
     "dataset.max_seq_length": "dataset.max_seq_len",
     "dataset.packing_strategy": "dataset.packing",
+    "dataset.tokenized_path": "dataset.cache_dir",
     "dataset.train_on_inputs": "dataset.train_on",
     "dataset.train_on_prompt": "dataset.train_on",
     "training.per_device_train_batch_size": "training.batch_size",
@@ -363,7 +370,6 @@ _ALIASES = {
 # Keys that a MegaTrain file carries and that have no meaning in this engine.
 _WITHOUT_EFFECT = (
     "model.trust_remote_code",
-    "dataset.num_workers",
     "memory.checkpoint_interval",
     "memory.num_grad_slabs",
     "logging.enable_timing",
@@ -500,7 +506,7 @@ def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]
                 re.compile(pattern)
             except re.error as error:
                 raise UserError(f"{name}: {pattern!r} is not a regular expression: {error} {where}") from error
-    if key == "output_dir":
+    if key in ("output_dir", "dataset.cache_dir") and value is not None:
         return os.path.abspath(os.path.expanduser(value))
     if key in _PATHS and value is not None:
         return _resolved(name, key, value, where, folders)

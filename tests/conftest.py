@@ -22,6 +22,14 @@ def small_spec(layers: int = 2, *, tied: bool = False, **layer) -> ModelSpec:
     return ModelSpec("llama", 97, one.hidden_size, (one,) * layers, one.norm_eps, tied, 64)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory):
+    """Tests leave the user's own caches alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def spec() -> ModelSpec:
     return small_spec()

@@ -76,6 +76,7 @@ def test_what_is_dumped_loads_back_equal(seed, folder):
     paths = {
         ModelConfig: {"name": str(folder / "model"), "tokenizer": rng.choice([None, str(folder)])},
         DatasetConfig: {"path": data, "chat_template": rng.choice([None, "{{ x }}", data])}
+        | {"cache_dir": str(folder)}
         | rng.choice([{"eval_path": data, "val_size": 0}, {"eval_path": None, "val_size": rng.choice([0.25, 7])}]),
         config_module.TrainingConfig: {"resume_from_checkpoint": rng.choice(["auto", "none", str(folder)])},
     }
@@ -197,8 +198,9 @@ def test_a_megatrain_file_runs_as_it_is(folder):
         )  # fmt: skip
     )
     assert (config.model.device, config.training.batch_size, config.optimizer.type) == ("cuda:0", 148, "adamw")
+    assert config.dataset.num_workers == 4
     assert set(config.ignored) == {
-        "model.trust_remote_code", "model.attn_implementation=flash_attention_2", "dataset.num_workers",
+        "model.trust_remote_code", "model.attn_implementation=flash_attention_2",
         "memory.checkpoint_interval", "memory.num_grad_slabs", "logging.enable_timing",
     }  # fmt: skip
 

@@ -7,17 +7,28 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
+import tokenizers
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import packing, sources
-from megatrain_jax.data.chat import Sample, Tokenizer, with_chat_template
-from megatrain_jax.data.samples import make_samples
+from megatrain_jax.data import cache, packing, sources, workers
+from megatrain_jax.data.chat import Tokenizer, with_chat_template
+from megatrain_jax.data.samples import Made, make_samples
 from megatrain_jax.models.spec import Batch
+
+# Settings that change nothing in the samples of a path. A key that is new here changes the name of every cache.
+_NOT_IN_KEY = (
+    "path", "eval_path", "val_size", "max_samples", "packing", "pad_to_multiple_of", "shuffle", "num_workers", "cache_dir",
+)  # fmt: skip
+_IN_THIS_PROCESS = 256  # records; starting workers takes as long as some of these
+_CHUNK = 32  # records that go to a worker at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +50,7 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """Tokenised samples.
+    """Tokenised samples, on the disk.
 
     Attributes:
       train, eval: samples, in file order; `eval` may be empty.
@@ -49,8 +60,8 @@ class DataSet:
       train_statistics, eval_statistics: see `Statistics`. With `val_size`, changes and drops count under train.
     """
 
-    train: tuple[Sample, ...]
-    eval: tuple[Sample, ...]
+    train: cache.Samples
+    eval: cache.Samples
     train_rows: packing.Rows
     eval_rows: packing.Rows
     sequence_length: int
@@ -60,7 +71,7 @@ class DataSet:
 
 
 def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> DataSet:
-    """Read, render, tokenise, fit and split everything that a `DatasetConfig` names.
+    """Everything that a `DatasetConfig` names: from its cache, or read, tokenised and cached; then split and laid out.
 
     Args:
       config: a `DatasetConfig`.
@@ -68,23 +79,27 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
       vocab_size: rows of the model's embedding.
 
     Raises:
-      UserError: nothing to train on, a token without a row in the embedding, or malformed data.
+      UserError: nothing to train on, a token without a row in the embedding, malformed data, or data that changed while
+        it was read.
     """
     if config.eval_path is not None and config.val_size:
         raise UserError(f"dataset.val_size: {config.val_size} and dataset.eval_path are both set; keep one of them")
     tokenizer = with_chat_template(tokenizer, config.chat_template)
-    units, form, changed, dropped = _read(config, tokenizer, vocab_size, config.path, "dataset.path")
+    everything = _tokenised(config, tokenizer, vocab_size, config.path, "dataset.path")
     if config.eval_path is not None:
-        held_out, _, *eval_counts = _read(config, tokenizer, vocab_size, config.eval_path, "dataset.eval_path")
+        train, apart = (
+            everything.samples,
+            _tokenised(config, tokenizer, vocab_size, config.eval_path, "dataset.eval_path"),
+        )
+        held_out, eval_notes = apart.samples, apart.notes
     else:
-        units, held_out = _split(units, config.val_size, seed)
-        eval_counts = {}, {}
-    train, held_out = tuple(itertools.chain(*units)), tuple(itertools.chain(*held_out))
-    rows = [_plan_rows(samples, config) for samples in (train, held_out)]
+        train, held_out = _split(everything, config.val_size, seed)
+        eval_notes = {"changed": {}, "dropped": {}}
+    rows = [packing.plan_rows(each.lengths, config.packing, config.max_seq_len) for each in (train, held_out)]
     longest = max(each.longest for each in rows)
     length = packing.row_length(longest, config.pad_to_multiple_of, config.max_seq_len)
-    statistics = _count(train, changed, dropped), _count(held_out, *eval_counts)
-    return DataSet(train, held_out, *rows, length, form, *statistics)
+    statistics = _count(train, everything.notes), _count(held_out, eval_notes)
+    return DataSet(train, held_out, *rows, length, everything.notes["format"], *statistics)
 
 
 class TrainLoader:
@@ -141,45 +156,111 @@ def eval_batches(dataset: DataSet, batch_size: int, max_batches: int | None = No
         yield packing.make_batch(rows, batch_size, dataset.sequence_length)
 
 
-def _plan_rows(samples: tuple[Sample, ...], config: Any) -> packing.Rows:
-    return packing.plan_rows([len(sample.token_ids) for sample in samples], config.packing, config.max_seq_len)
+def _tokenised(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str) -> cache.Cache:
+    """The samples of all records at `path`, from the cache if they are there."""
+    files = sources.expand(path, key)
+    before = [_state(file) for file in files]
+    follows_from = (
+        _code(),
+        {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_KEY},
+        [file.name for file in files],
+        cache.hash_files(files),
+        tokenizer_key(tokenizer),
+        vocab_size,
+        config.max_samples if key == "dataset.path" else None,
+        config.packing == "wrapped",
+    )
+    folder = Path(config.cache_dir) if config.cache_dir else default_folder()
+
+    def build(writer: cache.Writer) -> dict[str, Any]:
+        records = sources.read(config, path, key)
+        if key == "dataset.path":
+            records = itertools.islice(records, config.max_samples)
+        forms, changed, dropped, found = {}, collections.Counter(), collections.Counter(), False
+        for form, made in _made(records, config, tokenizer, vocab_size):
+            forms |= {form: None} if form else {}
+            changed += made.changed
+            dropped += made.dropped
+            found = found or bool(made.units)
+            for unit in made.units:
+                writer.add(unit)
+        for file, state in zip(files, before):
+            if _state(file) != state:
+                raise UserError(f"{file}: changed while it was read; start again when nothing writes to it")
+        if not found:
+            raise UserError(_nothing(key, path, dropped, config.train_on))
+        return {"format": "+".join(forms), "changed": dict(changed), "dropped": dict(dropped)}
+
+    return cache.open_or_build(folder, cache.make_key(*follows_from), build)
 
 
-def _read(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str):
-    """Units (what a split may not divide: a conversation's samples, a window of text), format, changed, dropped."""
-    records = sources.read(config, path, key)
-    if key == "dataset.path":
-        records = itertools.islice(records, config.max_samples)
+def _made(records: Iterator, config: Any, tokenizer: Tokenizer, vocab_size: int) -> Iterator[tuple[str, Made]]:
+    """Every record's format, and what became of it. Few records are not worth starting processes for."""
     if config.packing == "wrapped":  # no sample is too long for rows that it may go on in
         config = dataclasses.replace(config, max_seq_len=sys.maxsize)
-    units, forms, changed, dropped = [], {}, collections.Counter(), collections.Counter()
-    for form, record in records:
-        forms |= {form: None} if form else {}
-        made = make_samples(record, tokenizer, config, vocab_size)
-        units += made.units
-        changed += made.changed
-        dropped += made.dropped
-    if not units:
-        raise UserError(_nothing(key, path, dropped, config.train_on))
-    return units, "+".join(forms), dict(changed), dict(dropped)
+    make = functools.partial(_make_all, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
+    first = list(itertools.islice(records, _IN_THIS_PROCESS))
+    yield from make(first)
+    if len(first) == _IN_THIS_PROCESS:
+        chunks = workers.chunked(records, _CHUNK)
+        for chunk in workers.ordered_map(make, chunks, worker_count(config.num_workers)):
+            yield from chunk
 
 
-def _split(units: list[list[Sample]], val_size: float, seed: int):
+def _make_all(records: list, tokenizer: Tokenizer, config: Any, vocab_size: int) -> list[tuple[str, Made]]:
+    return [(form, make_samples(record, tokenizer, config, vocab_size)) for form, record in records]
+
+
+def worker_count(wanted: str | int) -> int:
+    """`dataset.num_workers` as a number."""
+    return min(len(os.sched_getaffinity(0)), 16) if wanted == "auto" else wanted
+
+
+def default_folder() -> Path:
+    """Where caches go unless `dataset.cache_dir` says otherwise."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatrain_jax" / "data"
+
+
+def tokenizer_key(tokenizer: Tokenizer) -> dict[str, str]:
+    """Everything of a tokenizer that token ids can depend on."""
+    fields = {field.name: getattr(tokenizer, field.name) for field in dataclasses.fields(tokenizer)}
+    return {**{name: repr(value) for name, value in fields.items()}, "backend": tokenizer.backend.to_str()}
+
+
+@functools.cache
+def _code() -> dict[str, str]:
+    """What samples are made with: another release may make them otherwise."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return {"files": cache.hash_files(files), "tokenizers": tokenizers.__version__, "jinja2": jinja2.__version__}
+
+
+def _state(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _split(everything: cache.Cache, val_size: float, seed: int) -> tuple[cache.Samples, cache.Samples]:
+    """Training and evaluation samples; what belongs together stays together."""
+    samples, count = everything.samples, len(everything.units) - 1
     if not val_size:
-        return units, []
-    count = max(1, round(val_size * len(units))) if 0 < val_size < 1 else int(val_size)
-    if not 0 < count < len(units):
-        raise UserError(f"dataset.val_size: {val_size} of {len(units)} records leaves one side empty; choose another")
-    held_out = set(np.random.default_rng(seed).permutation(len(units))[:count].tolist())
-    return [u for i, u in enumerate(units) if i not in held_out], [units[i] for i in sorted(held_out)]
+        return samples, samples[:0]
+    wanted = max(1, round(val_size * count)) if 0 < val_size < 1 else int(val_size)
+    if not 0 < wanted < count:
+        raise UserError(f"dataset.val_size: {val_size} of {count} records leaves one side empty; choose another")
+    is_out = np.zeros(count, bool)
+    is_out[np.random.default_rng(seed).permutation(count)[:wanted]] = True
+    sample_is_out = np.repeat(is_out, np.diff(everything.units))
+    return tuple(
+        dataclasses.replace(samples, chosen=samples.chosen[which]) for which in (~sample_is_out, sample_is_out)
+    )
 
 
-def _count(samples: tuple[Sample, ...], changed: Mapping[str, int], dropped: Mapping[str, int]) -> Statistics:
-    tokens = sum(len(sample.token_ids) for sample in samples)
-    return Statistics(len(samples), tokens, sum(int(s.supervised.sum()) for s in samples), changed, dropped)
+def _count(samples: cache.Samples, notes: Mapping[str, Any]) -> Statistics:
+    tokens = int(samples.lengths.sum(dtype=np.int64))
+    return Statistics(len(samples), tokens, samples.supervised_tokens, notes["changed"], notes["dropped"])
 
 
-def _nothing(key: str, path: Any, dropped: collections.Counter, train_on: str) -> str:
+def _nothing(key: str, path: Any, dropped: collections.Counter[str], train_on: str) -> str:
     if not dropped:
         return f"{key}: no samples in '{path}'"
     reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())

@@ -122,7 +122,7 @@ def test_split_is_seeded_and_divides(section, jsonl, tokenizer, val_size, expect
     dataset = prepared(section, jsonl, tokenizer, val_size=val_size)
     everything = samples_of(prepared(section, jsonl, tokenizer).train)
     assert len(dataset.eval) == expected
-    assert sorted(samples_of(dataset.train + dataset.eval)) == sorted(everything)
+    assert sorted(samples_of([*dataset.train, *dataset.eval])) == sorted(everything)
     again = prepared(section, jsonl, tokenizer, val_size=val_size)
     assert samples_of(again.eval) == samples_of(dataset.eval)
     if val_size == 5:
@@ -207,7 +207,7 @@ def test_long_text_loses_no_target(section, tokenizer, tmp_path, val_size):
     (tmp_path / "b.txt").write_text("")
     config = section(tmp_path, max_seq_len=16, val_size=val_size)
     dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
-    targets = [token for _, asked in samples_of(dataset.train + dataset.eval) for token in asked]
+    targets = [token for _, asked in samples_of([*dataset.train, *dataset.eval]) for token in asked]
     assert sorted(targets) == sorted([*tokenizer.encode(text), tokenizer.eos_id][1:])
     assert dataset.format == "text"
     assert dataset.train_statistics.changed == {samples.WINDOWED: 1}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -32,6 +32,13 @@ def longrope(frequencies: int, **more: Any) -> dict[str, Any]:
     short, long = ([1.0 + step * i for i in range(frequencies)] for step in (0.1, 0.7))
     return {"type": "longrope", "short_factor": short, "long_factor": long, **more}
 
+
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 
 # name -> what differs from SMALL. The first word is the model type.
 CASES: dict[str, dict[str, Any]] = {
@@ -151,6 +158,23 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.25},
     "cohere qk norm bias untied": {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
     "cohere2": {"num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 3},
+    "qwen3_5_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "full_attention_interval": 3,
+        "rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "mrope_section": [1, 1, 0]},
+        **DELTA,
+    },
+    "qwen3_5_text bias tied": {
+        "layer_types": [FULL, LINEAR],
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 1e3, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        **DELTA,
+        "linear_conv_kernel_dim": 2,
+    },
     "cohere2 bias": {"sliding_window": 6, "attention_bias": True, "layer_types": [FULL, SLIDING]},
 }
 

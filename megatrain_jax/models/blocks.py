@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 
 from megatrain_jax.models.attention import AttentionOptions, attend
+from megatrain_jax.models.deltanet import GatedDeltaNet
 from megatrain_jax.models.mla import LatentAttention
 from megatrain_jax.models.moe import MoE, RouterStats
 from megatrain_jax.models.parts import GatedMLP, Linear, Norm, full_precision, times
@@ -26,8 +27,23 @@ from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpe
 
 Weights = Mapping[str, jax.Array]
 
-# What a layer keeps for backward when there is room: with these, only elementwise work is computed again.
-INTERMEDIATES = ("query", "key", "value", "attention", "mixed", "residual", "gate", "up", "mlp", "routing", "expert")
+# What a layer keeps for backward when there is room: with these, only elementwise work and scans are computed again.
+INTERMEDIATES = (
+    "query",
+    "key",
+    "value",
+    "attention",
+    "mixed",
+    "residual",
+    "gate",
+    "up",
+    "mlp",
+    "routing",
+    "expert",
+    "output_gate",
+    "strength",
+    "decay",
+)
 
 
 class Attention(nn.Module):
@@ -42,9 +58,12 @@ class Attention(nn.Module):
             qkv = Linear(queries + 2 * keys, s.qkv_bias, name="qkv_proj")(x_BxSxD)
             q, k, v = jnp.split(qkv, [queries, queries + keys], axis=-1)
         else:
-            q = Linear(queries, s.qkv_bias, name="q_proj")(x_BxSxD)
+            q = Linear((1 + s.output_gate) * queries, s.qkv_bias, name="q_proj")(x_BxSxD)
             k = Linear(keys, s.qkv_bias, name="k_proj")(x_BxSxD)
             v = Linear(keys, s.qkv_bias, name="v_proj")(x_BxSxD)
+        if s.output_gate:
+            q, gate = jnp.split(q.reshape(*q.shape[:2], s.num_heads, -1), 2, axis=-1)
+            gate = checkpoint_name(gate.reshape(*q.shape[:2], -1), "output_gate")
         norm = functools.partial(Norm, s.norm_eps, s.norm, axes=2 if s.qk_norm_scope == "heads" else 1)
         whole = s.qk_norm_scope == "projection"
         if s.qk_norm and whole:
@@ -69,6 +88,8 @@ class Attention(nn.Module):
                 sinks_H=sinks_H,
             )
         y = checkpoint_name(y.reshape(*x_BxSxD.shape[:2], -1), "attention")
+        if s.output_gate:
+            y *= jax.nn.sigmoid(gate)
         return Linear(s.hidden_size, s.o_bias, name="o_proj")(y)
 
 
@@ -89,7 +110,10 @@ class DecoderLayer(nn.Module):
             return x if name is None else norm(checkpoint_name(x, kept_as), name)
 
         h = norm(x_BxSxD, s.norms.attention_in)
-        attention = (Attention if s.latent is None else LatentAttention)(s, self.options, name="self_attn")
+        if s.delta is not None:
+            attention = GatedDeltaNet(s, name="linear_attn")
+        else:
+            attention = (Attention if s.latent is None else LatentAttention)(s, self.options, name="self_attn")
         mixed = norm_out(attention(h, context), s.norms.attention_out, "mixed")
         x_BxSxD = checkpoint_name(x_BxSxD + times(mixed, s.residual_multiplier), "residual")
         if not s.parallel:

@@ -20,7 +20,7 @@ from megatrain_jax.models.decoder import (
     rope_where,
     sliding_only_if,
 )
-from megatrain_jax.models.spec import ModelSpec, NormNames
+from megatrain_jax.models.spec import DeltaSpec, ModelSpec, NormNames
 
 
 def _llama(config: Mapping[str, Any]) -> ModelSpec:
@@ -321,6 +321,69 @@ def _cohere_decoder(config: Mapping[str, Any], types: list[str], **switches: Any
     return dataclasses.replace(spec, logit_multiplier=number(config, "logit_scale"))
 
 
+_HYBRID = {
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def _qwen3_5(config: Mapping[str, Any]) -> ModelSpec:
+    sizes = {"vocab_size": 248320, "intermediate_size": 12288, "num_key_value_heads": 4}
+    config = {**DEFAULTS, **_HYBRID, **sizes, **config}
+    return hybrid_decoder(config, fused=False)
+
+
+def hybrid_decoder(config: Mapping[str, Any], *, fused: bool) -> ModelSpec:
+    """Gated delta layers, and among them layers of attention with an output gate (Qwen3-Next, Qwen3.5)."""
+    only(config, "sliding_window")
+    only(config, "mlp_bias", False)
+    if config["layer_types"] is None:
+        every, layers = count(config, "full_attention_interval"), count(config, "num_hidden_layers")
+        types = ["full_attention" if layer % every == 0 else "linear_attention" for layer in range(1, layers + 1)]
+    else:
+        types = layer_types(config, ("full_attention", "linear_attention"))
+    names = ("key_heads", "value_heads", "key_dim", "value_dim", "conv_kernel")
+    keys = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    delta = DeltaSpec(**{n: count(config, f"linear_{key}") for n, key in zip(names, keys)}, fused=fused)
+    if delta.value_heads % delta.key_heads:
+        raise UserError(
+            f"config.json: linear_num_value_heads {delta.value_heads} is not a multiple of "
+            f"linear_num_key_heads {delta.key_heads}"
+        )
+    bias = flag(config, "attention_bias")
+    rotary = {key: _text_rope(config[key]) for key in ("rope_parameters", "rope_scaling")}
+    spec = decoder(
+        config,
+        types,
+        rope=lambda layer_type, head_dim: read_rope({**config, **rotary}, layer_type, head_dim, partial=True),
+        norm="rms_offset",
+        qk_norm=True,
+        output_gate=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+    layers = (
+        dataclasses.replace(layer, delta=delta) if kind == "linear_attention" else layer
+        for layer, kind in zip(spec.layers, types)
+    )
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+def _text_rope(settings: Any) -> Any:
+    """Rotary settings without those that divide it between the axes of a picture: all positions of a text are equal."""
+    if not isinstance(settings, Mapping):
+        return settings
+    return {key: value for key, value in settings.items() if key not in ("mrope_section", "mrope_interleaved")}
+
+
 DENSE: dict[str, Family] = {
     "llama": Family("Llama", _llama),
     "mistral": Family("Mistral", _mistral),
@@ -342,4 +405,5 @@ DENSE: dict[str, Family] = {
     ),
     "cohere": Family("Cohere", _cohere, ("logit_scale", "use_parallel_block", "use_qk_norm")),
     "cohere2": Family("Cohere2", _cohere2, ("logit_scale", "use_parallel_block")),
+    "qwen3_5_text": Family("Qwen3_5", _qwen3_5, ("partial_rotary_factor",)),
 }

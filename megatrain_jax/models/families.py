@@ -58,6 +58,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 # Further keys that only some families read.
 _SPECIAL = {
+    "full_attention_interval",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "hidden_activation",
     "layer_norm_eps",
     "max_window_layers",

@@ -183,6 +183,35 @@ class LatentSpec:
     value_dim: int
 
 
+@dataclasses.dataclass(frozen=True)
+class DeltaSpec:
+    """Gated delta rule in the place of attention (Qwen3-Next, Qwen3.5; arXiv 2412.06464).
+
+    Attributes:
+      key_heads: of queries and keys; each serves ``value_heads / key_heads`` consecutive value heads.
+      key_dim, value_dim: of a head.
+      conv_kernel: tokens that the convolution before it reads.
+      fused: stored as ``in_proj_qkvz`` and ``in_proj_ba``, key head by key head (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int = 4
+    fused: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def num_parameters(self, hidden_size: int) -> int:
+        values = self.value_heads * self.value_dim
+        projections = hidden_size * (self.channels + 2 * values + 2 * self.value_heads)
+        return projections + self.channels * self.conv_kernel + 2 * self.value_heads + self.value_dim
+
+
 # Tensors that are no parameters: never trained, and read in float32.
 BUFFERS = ("e_score_correction_bias",)
 
@@ -210,6 +239,9 @@ class LayerSpec:
       sinks: each head has a logit that takes part in the softmax and has no value (GPT-OSS).
       latent: the attention is latent attention; `head_dim` is then that of queries and keys.
       moe: the MLP is a mixture of experts.
+      output_gate: ``q_proj`` holds, after the query of each head, a gate; what attention gives is multiplied by its
+        sigmoid (Qwen3-Next).
+      delta: in the place of attention; the fields about attention are then without meaning.
     """
 
     hidden_size: int
@@ -237,15 +269,21 @@ class LayerSpec:
     sinks: bool = False
     latent: LatentSpec | None = None
     moe: MoESpec | None = None
+    output_gate: bool = False
+    delta: DeltaSpec | None = None
 
     @property
     def attention_parameters(self) -> int:
+        if self.delta is not None:
+            return self.delta.num_parameters(self.hidden_size)
         if self.latent is not None:
             return self._latent_parameters(self.latent)
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = 2 * self.head_dim if self.qk_norm_scope == "head" else queries + keys
-        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
-        return self.hidden_size * (2 * queries + 2 * keys) + biases + norms * self.qk_norm + self.num_heads * self.sinks
+        gates = queries * self.output_gate
+        biases = (queries + gates + 2 * keys) * self.qkv_bias + self.hidden_size * self.o_bias
+        matrices = self.hidden_size * (2 * queries + gates + 2 * keys)
+        return matrices + biases + norms * self.qk_norm + self.num_heads * self.sinks
 
     def _latent_parameters(self, s: LatentSpec) -> int:
         queries, values = self.num_heads * self.head_dim, self.num_heads * s.value_dim
@@ -277,6 +315,9 @@ class LayerSpec:
         mlp = f"MLP {self.intermediate_size}"
         if self.moe is not None:
             mlp = f"{self.moe.top_k} of {self.moe.num_experts} experts of {self.moe.intermediate_size}"
+        if self.delta is not None:
+            d = self.delta
+            return f"gated delta rule {d.value_heads}/{d.key_heads} x {d.value_dim}; {mlp}"
         return f"{attention} {self.num_heads}/{self.num_kv_heads} x {self.head_dim}, {window}, {rope}; {mlp}"
 
     @property

@@ -10,14 +10,24 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax.models.spec import Batch
 from tests.families import CASES, raw_config
-from tests.reference import assert_same_gradients
+from tests.reference import assert_same_gradients, global_norm
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 SAMPLES = (21, 9)  # lengths; the first is beyond every window and every original context, the second within some
 # Between them these compute everything that any case does.
-USUAL = {"gemma2", "gemma3_text", "phi3 partial longrope tied", "glm4", "olmo3", "smollm3", "granite", "cohere2"}
+USUAL = {
+    "gemma2",
+    "gemma3_text",
+    "phi3 partial longrope tied",
+    "glm4",
+    "olmo3",
+    "smollm3",
+    "granite",
+    "cohere2",
+    "qwen3_5_text",
+}
 
 
 def cases(usual: set[str]):
@@ -89,7 +99,12 @@ def test_logits_gradients_and_export_are_those_of_transformers(name, tmp_path):
     assert loss == pytest.approx(total.item(), rel=1e-5)
     shared = theirs.lm_head.weight is theirs.model.embed_tokens.weight
     assert shared == model.spec.tie_word_embeddings
-    assert_same_gradients(grads, {n: p.grad.numpy() for n, p in theirs.named_parameters()}, 1e-4)
+    expected_grads = {n: p.grad.numpy() for n, p in theirs.named_parameters()}
+    # The bias of keys without positions moves all scores of a query alike: its gradient is 0 but for rounding.
+    nothing = {n for n, g in expected_grads.items() if np.linalg.norm(g) <= 1e-6 * global_norm(expected_grads)}
+    assert all(n.endswith("k_proj.bias") for n in nothing)
+    assert all(np.linalg.norm(grads.pop(n)) <= 1e-6 * global_norm(expected_grads) for n in nothing)
+    assert_same_gradients(grads, {n: g for n, g in expected_grads.items() if n not in nothing}, 1e-4)
 
     mt.save(model, tmp_path / "ours", dtype="float32")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(

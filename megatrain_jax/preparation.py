@@ -14,11 +14,12 @@ from megatrain_jax import model as models
 from megatrain_jax.checkpoint import huggingface
 from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import chat, loader
+from megatrain_jax.host.memory import grows, host_memory
 from megatrain_jax.host.optimizer import choose_layout, make_schedule, make_transformation
 from megatrain_jax.models.blocks import model_tensors
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.spec import ModelSpec
-from megatrain_jax.stream.planner import GIB, Plan, host_memory, make_plan, spend_room, state_bytes_per_parameter
+from megatrain_jax.stream.planner import GIB, Plan, make_plan, spend_room, state_bytes_per_parameter
 from megatrain_jax.stream.transfer import Mesh
 
 
@@ -128,9 +129,16 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
         device_bytes=mesh.memory_bytes(),
         host_bytes=host_memory(),
     )
-    first = make_plan(
-        prepared.spec, config.memory, trained=prepared.trained, batch_size=training.batch_size, seq=seq, **common
-    )
+    try:
+        first = make_plan(
+            prepared.spec, config.memory, trained=prepared.trained, batch_size=training.batch_size, seq=seq, **common
+        )
+    except UserError as error:
+        if not str(error).startswith("memory.host_budget") or not grows():
+            raise
+        raise UserError(
+            f"{error}; memory is added to this machine as it is used: set memory.host_budget to what it may have"
+        ) from None
     tokens = math.ceil(training.batch_size / mesh.size) * seq
     return spend_room(
         first, prepared.spec, config.memory, tokens=tokens, optimizer_bytes=_optimizer_bytes(config), **common

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
-import os
 
 from megatrain_jax.config import MemoryConfig, UserError
 from megatrain_jax.models.spec import LayerSpec, ModelSpec
@@ -261,31 +259,3 @@ def _refusal(least: Plan, host: float, device: float, batch: str) -> UserError:
         f"{gib(least.activations)} for kept block inputs and {gib(least.working)} for work on a block, and there are "
         f"{gib(there)}; lower training.batch_size or dataset.max_seq_len, or raise the budget"
     )
-
-
-def host_memory() -> int | None:
-    """Bytes of host memory that this process can still take: of the machine, or of its container if that is less."""
-    free = []
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        free.append(_fields("/proc/meminfo")["MemAvailable"] * 1024)
-    for limit, used, reclaimable in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            folder = os.path.dirname(f"/sys/fs/cgroup/{limit}")
-            cache = _fields(f"{folder}/memory.stat")[reclaimable]
-            free.append(_number(f"/sys/fs/cgroup/{limit}") - _number(f"/sys/fs/cgroup/{used}") + cache)
-    return max(min(free), 0) if free else None
-
-
-def _number(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())
-
-
-def _fields(path: str) -> dict[str, int]:
-    """Numbers of a file with a name and a number on each line."""
-    with open(path, encoding="ascii") as file:
-        rows = (line.replace(":", " ").split() for line in file)
-        return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -18,7 +18,6 @@ from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,
     MARGIN,
-    host_memory,
     intermediates_per_token,
     make_plan,
     spend_room,
@@ -200,29 +199,8 @@ def test_bytes_per_parameter_are_what_the_store_allocates(monkeypatch, dtype, sp
     assert (in_jax + sum(pages) + in_numpy) / spec.num_parameters == pytest.approx(expected, rel=0.02)
 
 
-def test_free_host_memory_is_that_of_the_machine_or_of_a_tighter_container(monkeypatch, tmp_path):
-    free = host_memory()
-    assert free is None or 0 < free < 2**50
-    files = {
-        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    4000 kB\n",
-        "/sys/fs/cgroup/memory.max": "3000000\n",
-        "/sys/fs/cgroup/memory.current": "1000000\n",
-        "/sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 500000\n",
-    }
-
-    def fake_open(path, **_):
-        if path not in files:
-            raise FileNotFoundError(path)
-        target = tmp_path / "file"
-        target.write_text(files[path])
-        return target.open()
-
-    monkeypatch.setattr(planner, "open", fake_open, raising=False)
-    assert host_memory() == 3000000 - 1000000 + 500000
-    files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert host_memory() == 4000 * 1024
-    files.clear()
-    assert host_memory() is None and math.isinf(planner._budget("auto", None))
+def test_what_is_not_known_is_no_limit():
+    assert math.isinf(planner._budget("auto", None))
 
 
 def spent(memory=MemoryConfig(), spec=SPEC, tokens=512, own_memory=True, **changes):

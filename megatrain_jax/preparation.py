@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from megatrain_jax import model as models
-from megatrain_jax.checkpoint import huggingface
+from megatrain_jax.checkpoint import huggingface, state
 from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import chat, loader
 from megatrain_jax.host.memory import grows, host_memory
 from megatrain_jax.host.optimizer import choose_layout, make_schedule, make_transformation
+from megatrain_jax.host.pages import check_locking
 from megatrain_jax.models.blocks import model_tensors
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.spec import ModelSpec
@@ -55,7 +57,7 @@ def prepare(config: Config) -> Preparation:
     trained = sum(math.prod(shape) for name, shape in model_tensors(spec).items() if is_trained(name))
     if not trained:
         raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
-    _check_output(config, spec, trained)
+    _check_output(config)
     tokenizer = chat.load_tokenizer(config.model.tokenizer or config.model.name)
     dataset = loader.prepare(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
     if dataset.sequence_length > spec.max_position_embeddings:
@@ -68,21 +70,45 @@ def prepare(config: Config) -> Preparation:
     )
     total = training.num_steps or math.ceil(training.num_train_epochs * batches.steps_per_epoch)
     make_schedule(training, total)
-    return Preparation(spec, trained, dataset, batches, total)
+    prepared = Preparation(spec, trained, dataset, batches, total)
+    _check_disk(config, prepared)
+    return prepared
 
 
-def _check_output(config: Config, spec: ModelSpec, trained: int) -> None:
-    """Refuses an output folder that the run could not write into at its end."""
-    output, checkpoint = Path(config.output_dir), config.checkpoint
-    parent = next(folder for folder in (output, *output.parents) if folder.exists())
+def _check_output(config: Config) -> None:
+    """Refuses an output folder that the run could not write into."""
+    output = Path(config.output_dir)
+    parent = _existing(output)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"output_dir: '{parent}' is not a writable folder; choose another for '{output}'")
-    final = spec.num_parameters * (2 if checkpoint.save_dtype == "bfloat16" else 4)
-    state_size = int(trained * (4 + _optimizer_bytes(config)))
-    if checkpoint.save_final:
-        huggingface.check_save_folder(output / "model", final)
-    if checkpoint.save_strategy != "no":
-        huggingface.check_save_folder(output / "checkpoint", state_size + final * checkpoint.save_final)
+    if config.checkpoint.save_final:
+        huggingface.check_save_folder(output / "model")
+
+
+def _check_disk(config: Config, prepared: Preparation) -> None:
+    """Refuses a disk that would be full before the run has ended.
+
+    A new checkpoint is written before an old one is deleted, and the model beside the one that it replaces.
+    """
+    output, checkpoint = Path(config.output_dir), config.checkpoint
+    per_epoch = prepared.batches.steps_per_epoch
+    every = {"steps": checkpoint.save_steps, "epoch": per_epoch}.get(checkpoint.save_strategy)
+    saves = 0 if every is None else math.ceil(prepared.total_steps / every)
+    at_once = saves if checkpoint.save_total_limit is None else min(saves, checkpoint.save_total_limit + 1)
+    more = max(at_once - len(state.checkpoints(output)), min(at_once, 1))
+    each = int(prepared.trained * (4 + _optimizer_bytes(config)))
+    model = prepared.spec.num_parameters * (2 if checkpoint.save_dtype == "bfloat16" else 4) * checkpoint.save_final
+    needed, free = more * each + model, shutil.disk_usage(_existing(output)).free
+    if needed > free:
+        raise UserError(
+            f"output_dir: {more} more checkpoints of {each / 1e9:.3g} GB and a model of {model / 1e9:.3g} GB need "
+            f"{needed / 1e9:.3g} GB in '{output}', and {free / 1e9:.3g} GB are free there; free space or choose another, lower "
+            "checkpoint.save_total_limit, or save less often"
+        )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _optimizer_bytes(config: Config) -> float:
@@ -119,6 +145,8 @@ def resumed_plan(config: Config, prepared: Preparation, mesh: Mesh, keep_layers:
 def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
     """Where everything waits, how micro-batches are grouped, and what that needs. See `make_plan` and `spend_room`."""
     training, seq = config.training, prepared.dataset.sequence_length
+    if mesh.has_own_memory and config.memory.pin_memory:
+        check_locking()
     common = dict(
         micro_batches=training.gradient_accumulation_steps,
         dtype=config.model.dtype,

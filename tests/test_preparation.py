@@ -1,8 +1,12 @@
 """What a run is and needs, as arithmetic on a configuration."""
 
+import collections
+import re
+
 import pytest
 
 from megatrain_jax import preparation
+from megatrain_jax.config import UserError
 from megatrain_jax.stream.transfer import make_mesh
 from tests.end_to_end.conftest import Project, write_data, write_model
 
@@ -45,3 +49,60 @@ def test_a_run_that_continues_spends_memory_as_before_if_that_fits(project, monk
     monkeypatch.setattr(preparation, "host_memory", lambda: int(first.host * 1.06))
     assert preparation.plan(config, prepared, mesh).keep_layers == 0
     assert preparation.resumed_plan(config, prepared, mesh, 1, 0).keep_layers == 0
+
+
+def on_a_disk_with(monkeypatch, free):
+    usage = collections.namedtuple("Usage", "total used free")
+    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: usage(1 << 50, 0, free))
+
+
+@pytest.mark.parametrize(
+    "checkpoint, checkpoints",
+    [
+        ({"save_steps": 2, "save_total_limit": 2}, 3),
+        ({"save_steps": 2, "save_total_limit": 9}, 5),
+        ({"save_steps": 2, "save_total_limit": None}, 5),
+        ({"save_strategy": "epoch", "save_total_limit": 5}, 2),
+        ({"save_steps": 1000}, 1),
+        ({"save_strategy": "no"}, 0),
+    ],
+)
+@pytest.mark.parametrize("final", [True, False])
+def test_a_disk_must_hold_all_that_is_there_at_once(project, monkeypatch, checkpoint, checkpoints, final):
+    """adamw: 12 bytes a parameter in a checkpoint; 4 in the model, which is saved as float32 here."""
+    config = project.config(
+        training={"num_steps": 9}, checkpoint=checkpoint | {"save_dtype": "float32", "save_final": final}
+    )
+    n = preparation.prepare(config).spec.num_parameters
+    needed = n * (12 * checkpoints + 4 * final)
+    on_a_disk_with(monkeypatch, needed)
+    preparation.prepare(config)
+    if needed:
+        on_a_disk_with(monkeypatch, needed - 1)
+        with pytest.raises(UserError) as error:
+            preparation.prepare(config)
+        assert re.match(rf"output_dir: {checkpoints} more checkpoints of .* need .* are free there; ", str(error.value))
+
+
+def test_checkpoints_that_are_there_need_no_more_room(project, monkeypatch):
+    config = project.config(training={"num_steps": 9}, checkpoint={"save_steps": 1, "save_total_limit": 3})
+    each = 12 * preparation.prepare(config).spec.num_parameters
+    monkeypatch.setattr(preparation.state, "checkpoints", lambda output: [output / f"checkpoint-{n}" for n in there])
+    for count, more in ((0, 4), (1, 3), (3, 1), (5, 1)):
+        there = range(count)
+        on_a_disk_with(monkeypatch, int(each * (more + 4 / 12)) + 1)
+        preparation.prepare(config)
+        on_a_disk_with(monkeypatch, int(each * (more + 4 / 12)) - 2)
+        with pytest.raises(UserError, match=f"output_dir: {more} more checkpoints"):
+            preparation.prepare(config)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_machine_whose_memory_grows_is_refused_with_that_remedy(project, monkeypatch, grows):
+    config, mesh = project.config(), make_mesh("cpu")
+    prepared = preparation.prepare(config)
+    monkeypatch.setattr(preparation, "host_memory", lambda: 1000)
+    monkeypatch.setattr(preparation, "grows", lambda: grows)
+    with pytest.raises(UserError, match="^memory.host_budget: ") as error:
+        preparation.plan(config, prepared, mesh)
+    assert ("memory is added to this machine" in str(error.value)) is grows

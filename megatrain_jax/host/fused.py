@@ -15,8 +15,18 @@ import numpy as np
 from numba import config, njit, prange, set_num_threads, types
 from numba.extending import overload
 
+
+def _can_cache() -> bool:
+    """Whether there is a folder that compiled kernels can be kept in: numba's own, beside this file, or in the home."""
+    try:
+        njit(cache=True)(_can_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
 # A division is vectorised only under NumPy's error model.
-_OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}, "cache": True}
+_OPTIONS = {"error_model": "numpy", "fastmath": {"contract"}, "cache": _can_cache()}
 
 
 def make_kernel(

@@ -37,7 +37,19 @@ class Pages:
         if lock and nbytes:
             address = self.array.ctypes.data
             _register(address, nbytes)
-            weakref.finalize(self, _runtime().cudaHostUnregister, address)
+            weakref.finalize(self, _release, address, nbytes)
+
+
+_locked = 0  # bytes
+
+
+def check_locking() -> None:
+    """Locks a page and releases it, so that what `Pages` needs is known to be there before anything large is allocated.
+
+    Raises:
+      UserError: as `Pages`.
+    """
+    Pages(mmap.PAGESIZE, lock=True)
 
 
 def _runtime():
@@ -49,13 +61,23 @@ def _runtime():
 
 
 def _register(address: int, nbytes: int) -> None:
+    global _locked
     runtime = _runtime()
     (status,) = runtime.cudaHostRegister(address, nbytes, runtime.cudaHostRegisterPortable)
     if status == runtime.cudaError_t.cudaSuccess:
         # The driver must know the pages as locked, or every copy would silently take the slow route.
         status, _ = runtime.cudaHostGetFlags(address)
     if status != runtime.cudaError_t.cudaSuccess:
+        # The driver locks pages itself: the limit of the shell (ulimit -l) does not bind it, memory does.
         raise UserError(
-            f"memory.pin_memory: the driver could not lock {nbytes / 2**30:.2f} GiB of host memory ({status.name}); "
-            "raise the limit on locked memory (ulimit -l) or the memory of the container"
+            f"memory.pin_memory: the driver could not lock {nbytes / 2**30:.2f} GiB of host memory beside "
+            f"{_locked / 2**30:.2f} GiB locked before ({status.name}); raise the memory limit of the container, take a "
+            "smaller model, or set memory.pin_memory: false, with which copies are slower"
         )
+    _locked += nbytes
+
+
+def _release(address: int, nbytes: int) -> None:
+    global _locked
+    _runtime().cudaHostUnregister(address)
+    _locked -= nbytes

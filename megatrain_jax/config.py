@@ -134,6 +134,9 @@ class TrainingConfig:
       resume_from_checkpoint: "auto" (the newest whole checkpoint in `output_dir`, else start), "none", or a path.
       deterministic: bit-reproducible on a GPU, slower.
       skip_nonfinite: a step whose gradient is not finite changes nothing and is counted.
+      max_nonfinite_steps: this many such steps in a row end the run; None is no limit.
+      watchdog_seconds: a single wait of a thread, for the device, an update, data or the disk, that is as long as this
+        ends the run; 0 is off.
     """
 
     batch_size: Count = 8
@@ -149,6 +152,8 @@ class TrainingConfig:
     resume_from_checkpoint: str = "auto"
     deterministic: bool = False
     skip_nonfinite: bool = True
+    max_nonfinite_steps: Count | None = 10
+    watchdog_seconds: NonNegative = 600.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatrain_jax.config import Config, UserError, load_config
+from megatrain_jax.signals import ended_by_interrupt
 
 _KEY = re.compile(
     rf"((?:{'|'.join(field.name for field in dataclasses.fields(Config))})(?:\.\w+)?): "
@@ -25,8 +26,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command.
 
     Returns:
-      Its exit code: 0, also when a signal ended the run and it was saved; 2 for something that the user can mend; 1 for a
-      gradient that is not finite where such steps are not to be skipped; 130 after Ctrl-C with nothing to save.
+      Its exit code: 0, also when a signal ended the run and it was saved; 2 for something that the user can mend; 1 for
+      gradients that are not finite where such steps are not to be skipped, or not so many. docs/faults.md has them all.
     """
     parser = argparse.ArgumentParser(prog="python -m megatrain_jax.train", description="Train a language model.")
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file")
@@ -52,15 +53,18 @@ def _dry_run(config: Config) -> None:
 def run(work: Callable[[Config], None], config_file: str, overrides: Sequence[str]) -> int:
     """Does `work` on a configuration, jax being imported no sooner than there; the exit code, errors in one line."""
     try:
-        config = load_config(config_file, overrides)
-        settle_environment(config)
-        work(config)
+        with ended_by_interrupt():
+            config = load_config(config_file, overrides)
+            settle_environment(config)
+            work(config)
     except UserError as error:
         return _fail(2, locate(str(error), config_file, overrides))
     except ArithmeticError as error:
         return _fail(1, str(error))
-    except KeyboardInterrupt:
-        return _fail(130, "interrupted")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _fail(2, f"'{error.filename}': {error.strerror}; mend that, and the same command continues")
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 from megatrain_jax import model as models
 from megatrain_jax.checkpoint import state
+from megatrain_jax.checkpoint.lock import locked
 from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import loader
 from megatrain_jax.host.optimizer import HostOptimizer
@@ -26,10 +26,12 @@ from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
 from megatrain_jax.report.plot import plot_loss
 from megatrain_jax.report.progress import Progress, make_progress
 from megatrain_jax.report.timeline import Profile
+from megatrain_jax.signals import stop_signals
 from megatrain_jax.stream.events import Listener, Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
 from megatrain_jax.stream.transfer import make_mesh
-from megatrain_jax.stream.updater import Updater
+from megatrain_jax.stream.updater import NonFiniteError, Updater
+from megatrain_jax.watchdog import Watchdog, waiting
 
 EVAL_GROUP = 4  # evaluation batches that go through a block together
 
@@ -41,6 +43,7 @@ class Position:
     Attributes:
       step: steps done. The data follows from it.
       applied_steps: those that changed the weights. The learning rate follows from it.
+      skipped_in_a_row: steps that changed nothing since the last one that did.
       tokens: trained on so far, without padding.
       unrecorded: what the meter gathered since the last record.
       keep_layers, resident_blocks: what the plan spent device memory on. A run that resumes does the same as long as it
@@ -49,6 +52,7 @@ class Position:
 
     step: int = 0
     applied_steps: int = 0
+    skipped_in_a_row: int = 0
     tokens: int = 0
     unrecorded: dict[str, Any] = dataclasses.field(default_factory=dict)
     keep_layers: int = 0
@@ -102,10 +106,16 @@ class Trainer:
     def fit(self) -> Summary:
         """Trains, and returns how it ended. SIGTERM and SIGINT save a checkpoint after the step in flight and return.
 
+        A wait that is as long as `training.watchdog_seconds` ends the process: nothing can interrupt it.
+
         Raises:
           UserError: something that the user brought does not work; nothing of the run was written.
-          NonFiniteError: the gradient is not finite and the configuration says not to skip such steps.
+          NonFiniteError: the gradient is not finite and the configuration says not to skip such steps, or not so many.
         """
+        with locked(self._output) as held:
+            return self._fit(held)
+
+    def _fit(self, held: bool) -> Summary:
         config = self.config
 
         # Whatever can be refused is refused here, the cheapest first, before anything is written.
@@ -126,7 +136,6 @@ class Trainer:
         if resume:
             state.load(resume, model.store)
 
-        self._output.mkdir(parents=True, exist_ok=True)
         config.dump(self._output / "config.yaml")
         record = Recorder(self._listeners())
         updater = Updater(model.store, optimizer, record)
@@ -141,9 +150,10 @@ class Trainer:
         with (
             MetricsLog(self._output / "metrics.jsonl", at.step if resume else None) as metrics,
             make_progress(config.logging.progress, prepared.total_steps, at.step) as progress,
+            Watchdog(config.training.watchdog_seconds, progress.message),
             contextlib.closing(record),
-            contextlib.closing(updater),
-            _stop_signals() as stop,
+            updater,
+            stop_signals(progress.message) as stop,
         ):
             for line in [
                 *describe(config, prepared),
@@ -151,6 +161,8 @@ class Trainer:
                 *(f"weights    {note}" for note in model.notes),
             ]:
                 progress.message(line)
+            if not held:
+                progress.message("lock       this file system has none: see to it that no second run writes here")
             if resume:
                 progress.message(f"resumed    from {resume.name}, step {at.step}")
             evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
@@ -179,15 +191,20 @@ class Trainer:
                 if self._profile and (line := self._profile.step_begins(at.step + 1)):
                     progress.message(line)
                 meter.start()
-                micro_batches = next(steps)
+                with waiting(f"the data of step {at.step + 1}"):
+                    micro_batches = next(steps)
                 meter.data_ready()
                 rate = optimizer.learning_rate(at.applied_steps)
-                outcome = pipeline.train_step(micro_batches)
+                try:
+                    outcome = pipeline.train_step(micro_batches)
+                except NonFiniteError as error:
+                    raise NonFiniteError(f"{error}; {self._keep_batch(at.step + 1, micro_batches)}") from error
                 loss, tokens = outcome.loss, _count(micro_batches, "segment_ids")
                 at.step += 1
                 if self._profile:
                     self._profile.step_ends(at.step)
                 at.applied_steps += outcome.applied
+                at.skipped_in_a_row = 0 if outcome.applied else at.skipped_in_a_row + 1
                 at.tokens += tokens
 
                 # ---- metrics
@@ -202,9 +219,16 @@ class Trainer:
                     line = {"step": at.step, **meter.record(), "learning_rate": rate, "tokens": at.tokens}
                     line |= {"skipped_steps": at.skipped_steps, "host_peak_bytes": host_peak_bytes()}
                     line |= {"device_peak_bytes": pipeline.run.mesh.peak_bytes()}
-                    metrics.write(line)
+                    with waiting("metrics.jsonl to be written"):
+                        metrics.write(line)
                     progress.step(line)
                 at.unrecorded = meter.carried()
+                if at.skipped_in_a_row == config.training.max_nonfinite_steps:
+                    raise NonFiniteError(
+                        f"training.max_nonfinite_steps: the gradient of {at.skipped_in_a_row} steps in a row was not finite, "
+                        f"at step {at.step} with loss {loss:g} and norm {outcome.grad_norm:g}; "
+                        f"{self._keep_batch(at.step, micro_batches)}; look at it, or lower training.learning_rate"
+                    )
 
                 # ---- evaluation; before the checkpoint of the same step, so that a resumed run need not repeat it
                 if evaluator.is_due(at.step):
@@ -219,6 +243,17 @@ class Trainer:
         if saved != at.step and config.checkpoint.save_strategy != "no":
             self._save_state(pipeline.store, at, progress)
         return loss
+
+    def _keep_batch(self, step: int, micro_batches: list[Batch]) -> str:
+        """Writes the micro-batches of a step, each field ``[micro_batches, rows, tokens]``; says where they are."""
+        path = self._output / f"nonfinite-step-{step}.npz"
+        try:
+            np.savez_compressed(
+                path, **{field: np.stack(part) for field, part in zip(Batch._fields, zip(*micro_batches))}
+            )
+        except OSError as error:
+            return f"its batch could not be written to '{path}' ({error.strerror})"
+        return f"its batch is in '{path}'"
 
     def _save_is_due(self, step: int, prepared: Preparation) -> bool:
         strategy, per_epoch = self.config.checkpoint.save_strategy, prepared.batches.steps_per_epoch
@@ -319,28 +354,3 @@ def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
             group = []
     if group:
         yield group
-
-
-class _Stop:
-    """Name of the first SIGTERM or SIGINT, None before it; the second one acts at once."""
-
-    signal: str | None = None
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Stop]:
-    stop, before = _Stop(), {}
-
-    def on_signal(number, _frame):
-        stop.signal = signal.Signals(number).name
-        for each, handler in before.items():
-            signal.signal(each, handler)
-
-    with contextlib.suppress(ValueError):  # not the main thread: the caller keeps its handlers
-        for number in (signal.SIGTERM, signal.SIGINT):
-            before[number] = signal.signal(number, on_signal)
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

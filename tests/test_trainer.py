@@ -193,17 +193,6 @@ def test_the_saved_folder_has_the_trained_weights(project, dtype):
     assert len(tokens) == 5
 
 
-def test_the_first_signal_waits_for_the_step_and_the_second_acts_at_once():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), trainer._stop_signals() as stop:
-        assert stop.signal is None
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.signal == "SIGTERM"
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-        signal.raise_signal(signal.SIGINT)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
 @pytest.mark.parametrize("strategy, saved", [("no", []), ("steps", ["checkpoint-2"])])
 def test_an_interrupted_run_says_what_is_left_of_it(project, capsys, strategy, saved):
     main = threading.main_thread().ident

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,21 @@ class MetricsLog:
         """
         nonfinite: list[str] = []
         plain = _plain(record, "", nonfinite) | ({"nonfinite": nonfinite} if nonfinite else {})
-        self._file.write(f"{json.dumps(plain, allow_nan=False)}\n")
-        self._file.flush()
+        with self._named_errors():
+            self._file.write(f"{json.dumps(plain, allow_nan=False)}\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._named_errors():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """A write that fails, unlike an open, does not say where."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from megatrain_jax.watchdog import waiting
+
 
 class Event(NamedTuple):
     """One thing that happened.
@@ -39,6 +41,8 @@ Listener = Callable[[Event], None]
 class Recorder:
     """Passes events to a listener; a thread of its own waits for device work, so the step never synchronises for it.
 
+    What the listener raises in that thread is raised again by the next `watch`, or by `close`.
+
     Args:
       listener: called from several threads; None drops the events.
     """
@@ -47,6 +51,7 @@ class Recorder:
         self._listener = listener
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread: threading.Thread | None = None  # made when it is first needed
+        self._error: BaseException | None = None
 
     def __call__(self, what: str, block: int, micro_batch: int | None = None, nbytes: int = 0) -> None:
         if self._listener is not None:
@@ -58,6 +63,7 @@ class Recorder:
         The arrays must not be donated to a later computation.
         """
         if self._listener is not None:
+            self._raise_error()
             self(what, block, micro_batch, nbytes)
             self._when_ready(arrays, lambda: self(f"{what} done", block, micro_batch))
 
@@ -71,7 +77,13 @@ class Recorder:
         """Returns when everything watched has been recorded."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            with waiting("the end of what the device was last asked to do"):
+                self._thread.join()
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _when_ready(self, arrays: Any, done: Callable[[], None]) -> None:
         if self._thread is None:
@@ -86,4 +98,7 @@ class Recorder:
             with contextlib.suppress(Exception):  # the dispatching thread meets the same failure, and reports it
                 jax.block_until_ready(arrays)
             del arrays
-            done()
+            try:
+                done()
+            except BaseException as error:  # noqa: BLE001 - whoever waits for what comes after it must not wait for ever
+                self._error = self._error or error

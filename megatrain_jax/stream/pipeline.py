@@ -29,6 +29,7 @@ from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
 from megatrain_jax.stream.updater import HostSums, NonFiniteError, Updater
+from megatrain_jax.watchdog import waiting
 
 RUN_AHEAD = 2  # calls in flight; more would only take device memory, which is claimed at dispatch
 
@@ -81,10 +82,12 @@ class _RunAhead:
     def admit(self) -> None:
         """Call before a dispatch."""
         while len(self._markers) >= RUN_AHEAD:
-            jax.block_until_ready(self._markers.popleft())
+            marker, what, block = self._markers.popleft()
+            with waiting(f"the device to finish the {what} of block {block}"):
+                jax.block_until_ready(marker)
 
-    def dispatched(self, marker: jax.Array) -> None:
-        self._markers.append(marker)
+    def dispatched(self, marker: jax.Array, what: str, block: int) -> None:
+        self._markers.append((marker, what, block))
 
 
 class _WeightStream:
@@ -157,7 +160,8 @@ class Pipeline:
         xs = self._forward(run, ahead, weights, placed, None)
         head, w = templates.head_forward(self._blocks[self._head], run), weights.take()
         sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
-        return math.fsum(run.mesh.scalar(s) for s in sums)
+        with waiting("the losses of the evaluation"):
+            return math.fsum(run.mesh.scalar(s) for s in sums)
 
     # ------------------------------------------------------------------ gradients
 
@@ -224,7 +228,8 @@ class Pipeline:
 
         start, self._waited = time.perf_counter(), 0.0
         loss, sumsq = self.gradients(micro_batches, sink)
-        loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
+        with waiting("the loss and the gradient norm of the step"):
+            loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
         if grouped:
             sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
         norm = math.sqrt(sumsq) if sumsq >= 0 else math.nan
@@ -235,7 +240,9 @@ class Pipeline:
             )
         for block in sorted(held) if finite else ():
             update(block, clip_scale(norm, settings.max_grad_norm))
-        end, forward_end = time.perf_counter(), self._forward_end.result()
+        end = time.perf_counter()
+        with waiting("the time at which forward ended"):
+            forward_end = self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
         return StepOutcome(loss, norm, finite, seconds)
 
@@ -254,7 +261,8 @@ class Pipeline:
             self._waited += time.perf_counter() - start
             self._record("waited", block)
         mesh, tensors = self.run.mesh, self.store.blocks[block]
-        weights = mesh.put_weights(tensors)
+        with waiting(f"the copy of block {block} to the device to start"):
+            weights = mesh.put_weights(tensors)
         self._record.watch("h2d", block, None, weights, mesh.weight_bytes(tensors))
         return weights
 
@@ -276,7 +284,7 @@ class Pipeline:
         for m, batch in enumerate(placed):
             ahead.admit()
             xs.append(embed(w, batch.token_ids))
-            ahead.dispatched(xs[m])
+            ahead.dispatched(xs[m], "forward", 0)
             self._record.watch("forward", 0, m, xs[m])
         for block in range(1, self._head):
             keep = kept is not None and block >= self._lowest and self._keeps(block)
@@ -295,7 +303,7 @@ class Pipeline:
                     if kept is not None and block >= self._lowest:
                         kept.put(block, m, xs[m])
                     xs[m], _ = layer(w, xs[m], batch.context)
-                ahead.dispatched(xs[m])
+                ahead.dispatched(xs[m], "forward", block)
                 self._record.watch("forward", block, m, xs[m])
         return xs
 
@@ -308,7 +316,7 @@ class Pipeline:
             template = templates.head_backward(self._blocks[block], run, self._trainable(block), owned, last)
             ahead.admit()
             loss, dx, acc, tied, sumsq = template(w, xs[m], batch.targets, batch.loss_weights, scale, acc, sumsq)
-            ahead.dispatched(loss)
+            ahead.dispatched(loss, "loss", block)
             self._record.watch("loss", block, m, loss)
             if self._updater is not None:
                 self._forward_end = self._record.time_of(loss)
@@ -333,7 +341,7 @@ class Pipeline:
             kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
             dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
             del operands
-            ahead.dispatched(marker)
+            ahead.dispatched(marker, "backward", block)
             self._record.watch("backward", block, m, marker)
         self._emit(block, acc, sumsq, sink)
         return sumsq
@@ -344,7 +352,7 @@ class Pipeline:
             template = templates.embedding_backward(self._blocks[0], run, m == len(placed) - 1)
             ahead.admit()
             acc, sumsq, marker = template(batch.token_ids, dxs[m], acc, sumsq)
-            ahead.dispatched(marker)
+            ahead.dispatched(marker, "backward", 0)
             self._record.watch("backward", 0, m, marker)
         self._emit(0, acc, sumsq, sink)
         return sumsq
@@ -355,6 +363,7 @@ class Pipeline:
             if block in self.store.resident:
                 sink(block, DeviceGradients(grads, sumsq))
                 return
-            landing = self.run.mesh.gradients_to_host(grads, sumsq)
+            with waiting(f"the copy of the gradients of block {block} to the host to start"):
+                landing = self.run.mesh.gradients_to_host(grads, sumsq)
             self._record.watch("d2h", block, None, landing.arrays, landing.nbytes)
             sink(block, landing)

@@ -15,6 +15,7 @@ from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.store import HostStore
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
+from megatrain_jax.watchdog import waiting
 
 
 class NonFiniteError(ArithmeticError):
@@ -36,12 +37,14 @@ class HostSums:
     """
 
     def __init__(self, first: HostGradients, paths: Iterable[str]):
-        first.wait()
+        with waiting("gradients of a block to arrive in host memory"):
+            first.wait()
         put = lambda row: jax.device_put(row, cpu_device())  # noqa: E731
         self._rows = {path: [put(row).astype(jnp.float32) + 0 for row in first.rows(path)] for path in paths}
 
     def add(self, grads: HostGradients) -> None:
-        grads.wait()
+        with waiting("gradients of a block to arrive in host memory"):
+            grads.wait()
         for path, rows in self._rows.items():
             self._rows[path] = [
                 _add(total, jax.device_put(row, cpu_device()))
@@ -66,7 +69,8 @@ class Updater:
     """Runs updates in a thread of its own.
 
     A block whose update was submitted is *pending* until its weights are written; `wait` is how the dispatching thread
-    learns that. An exception in the thread ends it, and is raised by the next `wait`, `drain` or `submit`.
+    learns that. An exception in the thread ends it, and is raised by the next `submit`, `is_pending`, `wait` or `drain`.
+    As a context manager it is closed at the end, and does not begin what is left if an exception ends it.
     """
 
     def __init__(self, store: HostStore, optimizer: HostOptimizer, record: Recorder):
@@ -111,19 +115,31 @@ class Updater:
         """Returns when none of the blocks is pending."""
         blocks = set(blocks)
         with self._changed:
-            self._changed.wait_for(lambda: self._error or self._pending.isdisjoint(blocks))
+            while self._error is None and (left := self._pending & blocks):
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                with waiting(f"the update of block {min(left)}{more}"):
+                    self._changed.wait()
             self._raise_error()
 
     def drain(self) -> None:
         """Returns when no block is pending."""
         self.wait(range(len(self._store.blocks)))
 
-    def close(self) -> None:
-        """Finishes what was submitted and ends the thread."""
+    def close(self, *, finish: bool = True) -> None:
+        """Finishes what was submitted, or only the update in progress, and ends the thread."""
         with self._changed:
             self._closing = True
+            if not finish:
+                self._jobs.clear()
             self._changed.notify_all()
-        self._thread.join()
+        with waiting("the end of the optimizer's thread"):
+            self._thread.join()
+
+    def __enter__(self) -> Updater:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.close(finish=error is None)
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -131,9 +147,11 @@ class Updater:
 
     def _run(self) -> None:
         try:
-            while (block := self._next()) is not None:
-                grads, scale, must_be_finite = self._jobs.pop(block)
-                grads.wait()
+            while (job := self._next()) is not None:
+                block, grads, scale, must_be_finite = job
+                del job
+                with waiting(f"the gradients of block {block} to arrive in host memory"):
+                    grads.wait()
                 if must_be_finite and not np.isfinite(np.asarray(grads.sumsq.addressable_data(0))):
                     raise NonFiniteError(
                         f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
@@ -151,11 +169,12 @@ class Updater:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> int | None:
-        """The block to update next: of those that have landed the one needed first, else the one that lands first."""
+    def _next(self) -> tuple[int, HostGradients | HostSums, float, bool] | None:
+        """The update to do next: of those that have landed the one needed first, else the one that lands first."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closing)
             if not self._jobs:
                 return None
             landed = [block for block, (grads, *_) in self._jobs.items() if grads.is_ready()]
-            return min(landed) if landed else next(iter(self._jobs))
+            block = min(landed) if landed else next(iter(self._jobs))
+            return block, *self._jobs.pop(block)

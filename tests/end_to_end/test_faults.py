@@ -1,0 +1,149 @@
+"""Whatever breaks, the run ends soon, with the cause, and what was saved before goes on as if nothing had happened."""
+
+import faulthandler
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import megatrain_jax as mt
+from tests.end_to_end.conftest import ROOT, Project, records, saved_weights, write_model
+from tests.end_to_end.faults import POINTS, Fault, Injected, fail
+
+slow = pytest.mark.exhaustive
+SECTIONS = {
+    "training": {"num_steps": 5},
+    "checkpoint": {"save_steps": 2, "save_total_limit": None},
+    "memory": {"keep_intermediates": 1},  # so that one layer keeps its input and one what backward needs
+}
+LIMIT = 10  # seconds from a fault to the end
+
+
+@pytest.fixture(autouse=True)
+def no_test_hangs():
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run without a fault: what the others must end as."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    project = Project(folder, write_model(folder / "model"))
+    mt.Trainer(project.config("whole", **SECTIONS)).fit()
+    return project
+
+
+def assert_goes_on(project, out):
+    """The same run again, without the fault, ends as the undisturbed one."""
+    mt.Trainer(project.config(out, **SECTIONS)).fit()
+    whole, again = project.folder / "whole", project.folder / out
+    for name, value in saved_weights(whole).items():
+        assert value.tobytes() == saved_weights(again)[name].tobytes(), name
+    assert records(whole) == records(again)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_failure_anywhere_ends_the_run_with_its_cause(undisturbed, point):
+    out = point.partition(":")[2]
+    folder, before = undisturbed.folder / out, threading.enumerate()
+    config = undisturbed.config(out, **SECTIONS)
+    with Fault(point, lambda: (folder / "checkpoint-2" / "meta.json").exists(), fail) as fault:
+        with pytest.raises(Injected, match="broken on purpose"):
+            mt.Trainer(config).fit()
+        assert time.monotonic() - fault.fired < LIMIT
+    assert {"main": "MainThread", "optimizer": "megatrain-optimizer"}.get(POINTS[point], fault.thread) == fault.thread
+    assert [t for t in threading.enumerate() if t not in before] == []
+    assert not (folder / ".lock").exists() and not (folder / "model").exists()
+
+
+def start(project, out, point, act, **training):
+    config = project.write(f"{out}.yaml", **SECTIONS | {"training": SECTIONS["training"] | training})
+    command = [sys.executable, "-m", "tests.end_to_end.faults", point, act, str(config), str(project.folder / out)]
+    # A session of its own, so that whatever it leaves behind can be found.
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def left_behind(session: int) -> list[str]:
+    """Command lines of the processes of a session."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(folder.name)) == session:
+                found.append((folder / "cmdline").read_text())
+        except (ProcessLookupError, FileNotFoundError):
+            continue
+    return found
+
+
+def assert_ends(process, seconds):
+    """It ends within `seconds` of its fault, and nothing of it is left; its exit code and what it wrote to stderr."""
+    watch = threading.Timer(60, process.kill)
+    watch.start()
+    try:
+        for line in process.stdout:
+            if line == "fired\n":
+                fired = time.monotonic()
+                break
+        _, err = process.communicate()
+        assert time.monotonic() - fired < seconds
+    finally:
+        watch.cancel()
+        process.kill()
+    assert left_behind(process.pid) == []
+    return process.returncode, err
+
+
+FEW = ("stream.transfer:HostGradients.wait", "data.loader:TrainLoader.step")
+
+
+@pytest.mark.parametrize("point", [pytest.param(point, marks=() if point in FEW else slow) for point in POINTS])
+def test_a_failure_anywhere_ends_the_command_leaves_no_process_and_loses_nothing(undisturbed, point):
+    out = f"process-{point.partition(':')[2]}"
+    code, err = assert_ends(start(undisturbed, out, point, "fail"), LIMIT)
+    assert code == 1 and err.splitlines()[-1].endswith("Injected: broken on purpose")
+    assert not (undisturbed.folder / out / ".lock").exists()
+    assert_goes_on(undisturbed, out)
+
+
+WAITS = {
+    "stream.transfer:Mesh.put_weights": "MainThread waits for the copy of block",
+    "stream.transfer:Mesh.gradients_to_host": "MainThread waits for the copy of the gradients of block",
+    "stream.transfer:Mesh.scalar": "MainThread waits for the loss",
+    "stream.updater:Updater._next": "MainThread waits for the update of block",
+    "stream.transfer:HostGradients.wait": "megatrain-optimizer waits for the gradients of block",
+    "host.optimizer:HostOptimizer.update": "MainThread waits for the update of block",
+    "data.loader:TrainLoader.step": "MainThread waits for the data of step",
+    "report.metrics:MetricsLog.write": "MainThread waits for metrics.jsonl to be written",
+}
+
+
+@pytest.mark.parametrize("point", [pytest.param(point, marks=() if point in FEW[:1] else slow) for point in WAITS])
+def test_what_never_returns_is_named_and_ended_and_loses_nothing(undisturbed, point):
+    out = f"hung-{point.partition(':')[2]}"
+    code, err = assert_ends(start(undisturbed, out, point, "hang", watchdog_seconds=3), LIMIT + 3)
+    last = err.splitlines()[-1]
+    assert code == 1 and last.startswith("error: training.watchdog_seconds: no progress for 3 s: ")
+    assert WAITS[point] in last and "the same command continues from the last checkpoint" in last
+    assert_goes_on(undisturbed, out)
+
+
+def test_a_killed_run_leaves_no_process_and_no_lock_that_holds(project):
+    process = start(project, "out", "stream.transfer:HostGradients.wait", "hang", watchdog_seconds=0)
+    assert "fired\n" in iter(process.stdout.readline, "")
+    assert (project.folder / "out" / ".lock").exists()
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + LIMIT
+    while (left := left_behind(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert mt.Trainer(project.config(**SECTIONS)).fit().step == 5
+    assert not (project.folder / "out" / ".lock").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -109,7 +110,7 @@ class _Plain:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stream.flush()
+        pass
 
     def step(self, record: Mapping[str, Any]) -> None:
         if not self._quiet:
@@ -117,7 +118,12 @@ class _Plain:
             self.message("  ".join([f"step {count}", *_fields(record), *self._eta.after(record["step"])]))
 
     def message(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        # In one piece, because several threads have something to say.
+        with contextlib.suppress(
+            OSError
+        ):  # nobody reads any more, or the disk that it goes to is full: no reason to end
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
 
 class _Rich:
@@ -138,6 +144,7 @@ class _Rich:
 
     def __enter__(self) -> _Rich:
         self._progress.start()
+        self._progress.console.show_cursor(True)  # a process that is killed cannot bring it back
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 import time
@@ -82,7 +83,7 @@ def main(point: str, act: str, config: str, out: str) -> int:
     from megatrain_jax import train
 
     def tell_and_act():
-        print("fired", flush=True)
+        os.write(1, b"\nfired\n")  # past the buffer, so that it stays in one piece among the run's own lines
         {"fail": fail, "hang": hang}[act]()
 
     with Fault(point, lambda: any(Path(out).glob("checkpoint-*/meta.json")), tell_and_act):

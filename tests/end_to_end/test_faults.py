@@ -88,12 +88,9 @@ def assert_ends(process, seconds):
     watch = threading.Timer(60, process.kill)
     watch.start()
     try:
-        for line in process.stdout:
-            if line == "fired\n":
-                fired = time.monotonic()
-                break
+        fired = next((time.monotonic() for line in process.stdout if line == "fired\n"), None)
         _, err = process.communicate()
-        assert time.monotonic() - fired < seconds
+        assert fired is not None and time.monotonic() - fired < seconds, err
     finally:
         watch.cancel()
         process.kill()

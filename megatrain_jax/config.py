@@ -72,7 +72,9 @@ class DatasetConfig:
       text_field: key of a plain text sample.
       query_field: key of the question in a question/answer pair.
       response_field: key of the answer in a question/answer pair.
-      chat_template: None is the tokenizer's own; else a path of a Jinja file, or Jinja text.
+      chat_template: None is the tokenizer's own; else the name of another one of the tokenizer's, or chatml, llama3, gemma
+        or alpaca; a path that ends in .jinja; or Jinja text.
+      chat_template_kwargs: settings that the template reads, e.g. ``{enable_thinking: false}``.
       system_prompt: put before conversations that have no system turn; "" is none.
       train_on: which tokens are supervised: those of every assistant turn, of the last one, of the completion, or all.
         Aliases: train_on_inputs and train_on_prompt, true for "all".
@@ -100,6 +102,7 @@ class DatasetConfig:
     query_field: str = "query"
     response_field: str = "response"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     system_prompt: str = ""
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = "assistant"
     max_seq_len: Annotated[int, Bounds(low=2)] = 2048
@@ -414,7 +417,7 @@ _PATHS = {
     "model.tokenizer": "give a local Hugging Face folder",
     "dataset.path": "give a file, a folder or a glob",
     "dataset.eval_path": "give a file, a folder or a glob",
-    "dataset.chat_template": "give a Jinja file or Jinja text",
+    "dataset.chat_template": "give a .jinja file, a name or Jinja text",
     "training.resume_from_checkpoint": "give auto, none or a checkpoint folder",
 }
 # Keys that say nothing without their section.
@@ -535,7 +538,7 @@ def _nested(cls: type, name: str, value: Any, where: str) -> Any:
 
 
 def _resolved(name: str, key: str, value: str, where: str, folders: Sequence[str]) -> str:
-    if key == "dataset.chat_template" and "{" in value:
+    if key == "dataset.chat_template" and ("{" in value or not value.endswith(".jinja")):
         return value
     if key == "training.resume_from_checkpoint" and value in ("auto", "none"):
         return value

@@ -14,7 +14,8 @@ import numpy as np
 from megatrain_jax import model as models
 from megatrain_jax.checkpoint import huggingface, state
 from megatrain_jax.config import Config, UserError
-from megatrain_jax.data import chat, loader
+from megatrain_jax.data import loader
+from megatrain_jax.data.tokenizer import load_tokenizer
 from megatrain_jax.host.memory import grows, host_memory
 from megatrain_jax.host.optimizer import choose_layout, make_schedule, make_transformation
 from megatrain_jax.host.pages import check_locking
@@ -58,7 +59,7 @@ def prepare(config: Config) -> Preparation:
     if not trained:
         raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
     _check_output(config)
-    tokenizer = chat.load_tokenizer(config.model.tokenizer or config.model.name)
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.name)
     dataset = loader.prepare(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
     if dataset.sequence_length > spec.max_position_embeddings:
         raise UserError(

@@ -15,7 +15,7 @@ import fetch_quickstart
 import numpy as np
 
 from megatrain_jax.config import Config, UserError, load_config
-from megatrain_jax.data import chat
+from megatrain_jax.data.tokenizer import load_tokenizer
 from megatrain_jax.report.metrics import read_metrics
 from megatrain_jax.train import settle_environment
 
@@ -61,10 +61,10 @@ def answers(folder: Path, config: Config, prompts: Sequence[str]) -> list[str]:
     import megatrain_jax as mt
 
     model = mt.load(folder, dtype=config.model.dtype, device=config.model.device)
-    tokenizer = chat.load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     rows = []
     for prompt in prompts:
-        asked = chat.render(tokenizer, [{"role": "user", "content": prompt}], add_generation_prompt=True)
+        asked = tokenizer.render([{"role": "user", "content": prompt}], add_generation_prompt=True).text
         rows.append(tokenizer.encode(asked))
     starts, open_rows = [len(row) for row in rows], set(range(len(rows)))
     for _ in range(ANSWER_TOKENS):

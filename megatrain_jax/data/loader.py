@@ -19,8 +19,8 @@ import tokenizers
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import cache, packing, sources, workers
-from megatrain_jax.data.chat import Tokenizer, with_chat_template
 from megatrain_jax.data.samples import Made, make_samples
+from megatrain_jax.data.tokenizer import Tokenizer, with_chat_template
 from megatrain_jax.models.spec import Batch
 
 # Settings that change nothing in the samples of a path. A key that is new here changes the name of every cache.
@@ -84,7 +84,7 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
     """
     if config.eval_path is not None and config.val_size:
         raise UserError(f"dataset.val_size: {config.val_size} and dataset.eval_path are both set; keep one of them")
-    tokenizer = with_chat_template(tokenizer, config.chat_template)
+    tokenizer = with_chat_template(tokenizer, config.chat_template, config.chat_template_kwargs)
     everything = _tokenised(config, tokenizer, vocab_size, config.path, "dataset.path")
     if config.eval_path is not None:
         train, apart = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax.config import UserError
@@ -18,12 +19,14 @@ class Conversation:
       messages: turns as chat templates want them, ``{"role": system|user|assistant|tool, "content": str, ...}``.
       completion_start: index of the first message that answers rather than asks.
       tools: JSON schemas of the functions that the assistant may call, or None.
+      trained: by index, whether a turn is trained; only of the turns that say so themselves.
     """
 
     where: str
     messages: tuple[dict[str, Any], ...]
     completion_start: int
     tools: list[Any] | None = None
+    trained: Mapping[int, bool] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,9 @@ import collections
 from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data.chat import Sample, Tokenizer, supervise
+from megatrain_jax.data.chat import Sample, supervise
 from megatrain_jax.data.records import BadRecord, Record, Text, Unreadable
+from megatrain_jax.data.tokenizer import Tokenizer
 
 TRUNCATED = "truncated to max_seq_len"
 SPLIT = "split per assistant turn"

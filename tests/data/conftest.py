@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatrain_jax.config import DatasetConfig
-from megatrain_jax.data import chat
+from megatrain_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 CHATML = (
     "{%- for message in messages %}"
@@ -78,13 +78,13 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder):
-    return chat.load_tokenizer(tokenizer_folder)
+    return load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture(scope="session")
 def bare_tokenizer(tokenizer):
     """The same without a chat template."""
-    return chat.Tokenizer(tokenizer.backend, tokenizer.special_tokens, None)
+    return Tokenizer(tokenizer.backend, tokenizer.special_tokens, None)
 
 
 @pytest.fixture(scope="session")

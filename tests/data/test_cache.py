@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import cache, chat, loader
+from megatrain_jax.data import cache, loader
 from megatrain_jax.data.chat import Sample
+from megatrain_jax.data.tokenizer import with_chat_template
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,7 +216,7 @@ def test_what_matters_makes_a_new_cache_and_nothing_else_does(section, jsonl, to
     other = {"packing": "wrapped", "max_seq_len": 32, "train_on": "all", "system_prompt": "Be kind.", "max_samples": 3}
     assert [made(**{name: value}) for name, value in other.items()] == [1] * len(other)
     assert made(vocab_size=401) == 1
-    assert made(chat.with_chat_template(tokenizer, tokenizer.chat_template + " ")) == 1
+    assert made(with_chat_template(tokenizer, tokenizer.chat_template + " ")) == 1
     content = file.read_bytes()
     file.write_bytes(content.replace(b"What is 3", b"What is 8"))
     os.utime(file, ns=(0, 0))

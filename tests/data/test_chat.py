@@ -12,6 +12,7 @@ import pytest
 from megatrain_jax.config import UserError
 from megatrain_jax.data import chat
 from megatrain_jax.data.records import Completion, Conversation, Text
+from megatrain_jax.data.tokenizer import load_tokenizer, with_chat_template
 
 NAMES = {"u": "user", "a": "assistant", "s": "system"}
 DIALOGUES = {
@@ -72,7 +73,7 @@ def test_ids_and_mask_equal_transformers(tokenizer, tokenizer_folder, templates,
 def test_turns_of_a_template_that_drops_reasoning_equal_transformers(tokenizer, tokenizer_folder, templates, name):
     record = conversation(DIALOGUES[name])
     record.messages[-1]["reasoning_content"] = "Let me think."
-    samples = chat.supervise(chat.with_chat_template(tokenizer, templates.reasoning), record)
+    samples = chat.supervise(with_chat_template(tokenizer, templates.reasoning), record)
     turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
     assert len(samples) == len(turns)
     for sample, turn in zip(samples, turns, strict=True):
@@ -107,23 +108,23 @@ def test_a_conversation_without_answers_has_nothing_supervised(tokenizer):
 
 
 def test_last_turn_alone_needs_no_split(tokenizer, templates):
-    reasoning = chat.with_chat_template(tokenizer, templates.reasoning)
+    reasoning = with_chat_template(tokenizer, templates.reasoning)
     record = conversation(DIALOGUES["multi"])
     [sample] = chat.supervise(reasoning, record, "last_assistant")
-    assert whole_text(tokenizer, sample) == chat.render(reasoning, record.messages)
+    assert whole_text(tokenizer, sample) == reasoning.render(record.messages).text
     assert supervised_text(tokenizer, sample) == "<think>\n\n</think>\n\nWell, thank you.<|im_end|>"
 
 
 @pytest.mark.parametrize("name", sorted(set(DIALOGUES) - {"blanks"}))
 def test_header_is_not_supervised_where_the_template_knows_no_generation_prompt(tokenizer, templates, name):
-    plain = chat.with_chat_template(tokenizer, templates.plain)
+    plain = with_chat_template(tokenizer, templates.plain)
     [sample] = chat.supervise(plain, conversation(DIALOGUES[name]))
     answers = [turn[2:] + "<|im_end|>" for turn in DIALOGUES[name] if turn[0] == "a"]
     assert supervised_text(tokenizer, sample) == "".join(answers)
 
 
 def test_end_of_turn_that_is_no_special_token_is_supervised(tokenizer):
-    lines = chat.with_chat_template(tokenizer, LINES)
+    lines = with_chat_template(tokenizer, LINES)
     [sample] = chat.supervise(lines, conversation(["u:Hi", "a:Hello"]))
     assert supervised_text(tokenizer, sample).lstrip() == "Hello\n"
 
@@ -133,7 +134,7 @@ def test_prompt_that_the_template_writes_differently_when_open(tokenizer, templa
     template = templates.chatml.replace(
         "'<|im_start|>assistant\n' }}{%- endif", "'<|im_start|>assistant\n<think>' }}{%- endif"
     )
-    [sample] = chat.supervise(chat.with_chat_template(tokenizer, template), conversation(DIALOGUES["multi"]))
+    [sample] = chat.supervise(with_chat_template(tokenizer, template), conversation(DIALOGUES["multi"]))
     [expected] = chat.supervise(tokenizer, conversation(DIALOGUES["multi"]))
     np.testing.assert_array_equal(sample.token_ids, expected.token_ids)
     np.testing.assert_array_equal(sample.supervised, expected.supervised)
@@ -182,16 +183,16 @@ def test_without_a_template_conversations_and_system_prompts_are_refused(bare_to
 def test_tool_calls_are_rendered_or_refused(tokenizer, templates):
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "<1>"}}}
     messages = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]})
-    record = Conversation("rows.jsonl:7", messages, 1, tools=[{"name": "add"}])
+    record = Conversation("rows.jsonl:7", messages, 1, tools=[{"type": "function", "function": {"name": "add"}}])
     with pytest.raises(UserError, match=r"rows\.jsonl:7: the chat template does not write tool calls"):
         chat.supervise(tokenizer, record)
     template = "{{ tools | tojson }}" + templates.chatml.replace(
         "message['content'] + '<|im_end|>' }}{% endgen",
         "message['content'] + (message.tool_calls | default('') | tojson) + '<|im_end|>' }}{% endgen",
     )
-    [sample] = chat.supervise(chat.with_chat_template(tokenizer, template), record)
+    [sample] = chat.supervise(with_chat_template(tokenizer, template), record)
     assert supervised_text(tokenizer, sample) == json.dumps([call]) + "<|im_end|>"
-    assert whole_text(tokenizer, sample).startswith('[{"name": "add"}]')
+    assert whole_text(tokenizer, sample).startswith('[{"type": "function", "function": {"name": "add"}}]')
 
 
 @pytest.mark.parametrize(
@@ -204,12 +205,17 @@ def test_tool_calls_are_rendered_or_refused(tokenizer, templates):
         ("{{ messages[9].content + 1 }}", "refuses the conversation"),
         ("{{ ''.__class__.__mro__ }}", "refuses the conversation: access to attribute '__class__'"),
         ("{% if true %}{{ messages.append(1) }}{% endif %}", "refuses the conversation"),
-        ("{% for m in messages %}{{ m.role }}{% endfor %}", "cannot tell where the assistant's turn starts"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "the chat template leaves out a message of 'user'"),
+        ("{{ messages[0].content }}", "the chat template leaves out what the assistant says"),
+        (
+            "{% for m in messages %}{{ m.content | length }} {{ m.content }}{% endfor %}",
+            "cannot tell where the assistant's turn starts",
+        ),
     ],
 )
 def test_templates_that_fail(tokenizer, template, message):
     with pytest.raises(UserError, match=message) as caught:
-        chat.supervise(chat.with_chat_template(tokenizer, template), conversation(DIALOGUES["single"]))
+        chat.supervise(with_chat_template(tokenizer, template), conversation(DIALOGUES["single"]))
     assert "\n" not in str(caught.value)
 
 
@@ -219,19 +225,72 @@ def test_templates_come_from_text_or_a_file(tokenizer, tmp_path):
         "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ bos_token }}{% endfor %}"
     )
     messages = conversation(DIALOGUES["system"]).messages
-    assert chat.render(chat.with_chat_template(tokenizer, str(file)), messages) == "<|endoftext|>" * 2
-    assert chat.with_chat_template(tokenizer, None) is tokenizer
+    assert with_chat_template(tokenizer, str(file)).render(messages).text == "<|endoftext|>" * 2
+    assert with_chat_template(tokenizer, None).chat_template == tokenizer.chat_template
     blocks = "{% for m in messages %}\n    {% if m.content %}\n{{ m.content }},\n    {% endif %}\n{% endfor %}\n"
-    assert chat.render(chat.with_chat_template(tokenizer, blocks), messages) == "Be brief.,\nHi,\nHello,\n"
-    year = chat.render(chat.with_chat_template(tokenizer, "{{ strftime_now('%Y') }}"), messages)
+    assert with_chat_template(tokenizer, blocks).render(messages).text == "Be brief.,\nHi,\nHello,\n"
+    year = with_chat_template(tokenizer, "{{ strftime_now('%Y') }}").render(messages).text
     assert len(year) == 4 and year.isdigit()
     with pytest.raises(UserError, match=r"dataset\.chat_template: no such file 'none\.jinja'"):
-        chat.with_chat_template(tokenizer, "none.jinja")
+        with_chat_template(tokenizer, "none.jinja")
     with pytest.raises(UserError, match=r"dataset\.chat_template: line 2: .*endfor"):
-        chat.with_chat_template(tokenizer, "x\n{% endfor %}")
+        with_chat_template(tokenizer, "x\n{% endfor %}")
 
 
-@pytest.mark.parametrize("layout", ["config", "named", "jinja", "json", "special_tokens_map"])
+def test_named_templates_are_the_tokenizers_or_ours(tokenizer):
+    named = dataclasses.replace(tokenizer, named_templates={"rag": "{{ messages[0].content }}!"})
+    assert with_chat_template(named, "rag").render([{"role": "user", "content": "Hi"}]).text == "Hi!"
+    assert with_chat_template(named, "default").chat_template == tokenizer.chat_template
+    assert with_chat_template(named, "chatml").template_for([{}]).startswith("{% for message in messages %}")
+    with pytest.raises(
+        UserError, match="no template is called 'chatlm'; known are default, rag, chatml, llama3, gemma"
+    ):
+        with_chat_template(named, "chatlm")
+    with pytest.raises(UserError, match="'gemma' needs the token '<start_of_turn>', which the tokenizer lacks"):
+        with_chat_template(tokenizer, "gemma")
+
+
+def test_a_template_for_models_without_tokens_for_turns(tokenizer):
+    alpaca = with_chat_template(tokenizer, "alpaca")
+    [sample] = chat.supervise(alpaca, conversation(DIALOGUES["multi"], 0))
+    assert supervised_text(tokenizer, sample) == "Hello, how are you?<|im_end|>Well, thank you.<|im_end|>"
+
+
+def test_templates_read_their_settings(tokenizer):
+    template = "{{ mood | default('calm') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert with_chat_template(tokenizer, template).render(messages).text == "calmHi"
+    assert with_chat_template(tokenizer, template, {"mood": "glad"}).render(messages).text == "gladHi"
+
+
+def test_turns_that_say_whether_they_are_trained(tokenizer):
+    turns = ["u:q1", "a:a1", "u:q2", "a:a2", "u:q3", "a:a3"]
+    for train_on, trained, answers in (
+        ("assistant", {1: False}, "a2 a3"),
+        ("assistant", {1: False, 3: False, 5: False}, ""),
+        ("last_assistant", {1: True}, "a1 a3"),
+        ("last_assistant", {5: False}, ""),
+    ):
+        record = dataclasses.replace(conversation(turns), trained=trained)
+        [sample] = chat.supervise(tokenizer, record, train_on, system_prompt="Be brief.")
+        assert supervised_text(tokenizer, sample) == "".join(f"{answer}<|im_end|>" for answer in answers.split())
+    with pytest.raises(UserError, match="not to be trained contradicts dataset.train_on 'all'"):
+        chat.supervise(tokenizer, dataclasses.replace(conversation(turns), trained={1: False}), "all")
+
+
+def test_turns_written_alike_share_a_sample(tokenizer, templates):
+    """Reasoning after the last question stays where it was: those turns are one sample, the turn before another."""
+    reasoning = with_chat_template(tokenizer, templates.reasoning)
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    turns = conversation(["u:q1", "a:a1", "u:q2", "a:add", "a:a3"]).messages
+    turns[3]["tool_calls"] = [call]
+    first, second = chat.supervise(reasoning, Conversation("x:1", turns, 0))
+    assert supervised_text(tokenizer, first) == "<think>\n\n</think>\n\na1<|im_end|>"
+    answers = [f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in ("add", "a3")]
+    assert supervised_text(tokenizer, second) == "".join(answers)
+
+
+@pytest.mark.parametrize("layout", ["config", "named", "jinja", "json", "special_tokens_map", "additional"])
 def test_every_layout_of_a_folder_reads_the_same(tokenizer, tokenizer_folder, templates, tmp_path, layout):
     folder = tmp_path / "folder"
     shutil.copytree(tokenizer_folder, folder)
@@ -245,12 +304,17 @@ def test_every_layout_of_a_folder_reads_the_same(tokenizer, tokenizer_folder, te
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     else:
         (folder / "chat_template.jinja").write_text(template)
+    if layout == "additional":
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     if layout == "special_tokens_map":
         special = {name: config.pop(name) for name in ("eos_token", "bos_token", "pad_token")}
         (folder / "special_tokens_map.json").write_text(json.dumps(special))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    found = chat.load_tokenizer(folder)
+    found = load_tokenizer(folder)
     assert found.chat_template == templates.chatml
+    assert found.named_templates == ({"tool_use": "x"} if layout in ("named", "additional") else {})
+    assert found.template_for([{}]) == ("x" if layout in ("named", "additional") else templates.chatml)
     assert (found.bos_id, found.eos_id, found.pad_id) == (0, 2, 0)
     assert found.vocab_size == len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     assert found.special_tokens == tokenizer.special_tokens
@@ -271,10 +335,10 @@ def test_nothing_is_added_cut_or_trimmed_by_what_the_file_asks_for(tokenizer, to
                         "pad_type_id": 0, "pad_token": "<|endoftext|>"}  # fmt: skip
     state["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
     file.write_text(json.dumps(state))
-    odd = chat.load_tokenizer(tmp_path / "folder")
+    odd = load_tokenizer(tmp_path / "folder")
     for template in (None, LINES, LINES.replace("\n", " ")):
         sample, expected = (
-            chat.supervise(chat.with_chat_template(one, template), conversation(DIALOGUES["blanks"]))[0]
+            chat.supervise(with_chat_template(one, template), conversation(DIALOGUES["blanks"]))[0]
             for one in (odd, tokenizer)
         )
         np.testing.assert_array_equal(sample.token_ids, expected.token_ids)
@@ -282,18 +346,18 @@ def test_nothing_is_added_cut_or_trimmed_by_what_the_file_asks_for(tokenizer, to
 
 
 def test_folders_that_cannot_be_read(tokenizer_folder, tmp_path):
-    with pytest.raises(UserError, match=r"model\.tokenizer: no tokenizer\.json in"):
-        chat.load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"model\.tokenizer: neither tokenizer\.json nor tokenizer\.model in"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"model\.tokenizer: cannot read '.*tokenizer\.json'"):
-        chat.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
     shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     with pytest.raises(UserError, match="lacks the eos_token '</s>'"):
-        chat.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{\n,}")
     with pytest.raises(UserError, match=r"tokenizer_config\.json:2: not valid JSON"):
-        chat.load_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_tokenizers_are_frozen(tokenizer):

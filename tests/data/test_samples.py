@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import chat, samples
+from megatrain_jax.data import samples
 from megatrain_jax.data.chat import Sample
 from megatrain_jax.data.records import BadRecord, Conversation, Text, Unreadable
+from megatrain_jax.data.tokenizer import with_chat_template
 
 LONG = Conversation(
     "rows.jsonl:3",
@@ -44,7 +45,7 @@ def test_overlong_applies_to_text_too_if_said(prepare):
 
 
 def test_a_bad_record_is_refused_or_counted(section, tokenizer):
-    strict = chat.with_chat_template(tokenizer, "{{ raise_exception('no users') }}")
+    strict = with_chat_template(tokenizer, "{{ raise_exception('no users') }}")
     with pytest.raises(BadRecord, match=r"rows\.jsonl:3: the chat template refuses the conversation: no users"):
         samples.make_samples(LONG, strict, section("-"), 400)
     skipping = section("-", on_bad_record="skip")

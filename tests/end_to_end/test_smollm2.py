@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 import megatrain_jax as mt
 from megatrain_jax.config import UserError
-from megatrain_jax.data.chat import load_tokenizer
+from megatrain_jax.data.tokenizer import load_tokenizer
 from tests.end_to_end.conftest import ROOT
 
 pytestmark = pytest.mark.exhaustive

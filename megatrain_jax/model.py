@@ -63,6 +63,8 @@ class Model:
     def loss_and_grads(self, *micro_batches: Batch) -> tuple[float, dict[str, np.ndarray]]:
         """Mean next-token loss over the weighted targets, and its gradient with respect to every trainable tensor.
 
+        With a router whose ``router_aux_loss_coef`` is not 0, the auxiliary loss is part of it.
+
         Args:
           micro_batches: one or more batches of equal shape; together they are one batch.
 
@@ -78,7 +80,7 @@ class Model:
                 flat = self.run.mesh.gather(landing.arrays[path]).astype(np.float32).reshape(-1)
                 grads[tensor.name] = flat[: tensor.size].reshape(tensor.shape)
 
-        loss, _ = Pipeline(self.store, self.run).gradients(micro_batches, sink)
+        loss, _, _ = Pipeline(self.store, self.run).gradients(micro_batches, sink)
         return self.run.mesh.scalar(loss), grads
 
     def check(self, batch: Batch) -> None:

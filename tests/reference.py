@@ -18,6 +18,7 @@ from megatrain_jax.host.store import HostStore
 from megatrain_jax.model import Model, unpadded_batch
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import DecoderLayer, Embedding, Head, bind, model_tensors, tensor_shapes
+from megatrain_jax.models.moe import balance_loss
 from megatrain_jax.models.spec import Batch, ModelSpec
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.pipeline import Pipeline, Settings
@@ -87,31 +88,38 @@ def make_model(
     return Model(spec, store, run, {}, Path())
 
 
-def hidden_states(spec: ModelSpec, weights: Mapping[str, jax.Array], x: jax.Array, context) -> jax.Array:
-    """The output of the last layer for the output of the embedding."""
+def hidden_states(spec: ModelSpec, weights: Mapping[str, jax.Array], x: jax.Array, context) -> tuple[jax.Array, list]:
+    """The output of the last layer for the output of the embedding, and the statistics of the routers."""
+    routers = []
     for i, layer in enumerate(spec.layers):
         mine = {path: weights[spec.tensor_name(i + 1, path)] for path in tensor_shapes(layer)}
         x, stats = DecoderLayer(layer).apply(bind(mine), x, context)
-        assert stats == ()
-    return x
+        routers += [stats] if stats else []
+    return x, routers
 
 
-def logits_of(spec: ModelSpec, weights: Mapping[str, jax.Array], batch: Batch) -> jax.Array:
+def logits_of(spec: ModelSpec, weights: Mapping[str, jax.Array], batch: Batch) -> tuple[jax.Array, list]:
     embedding, head = spec.blocks[0], spec.blocks[-1]
     x = Embedding(embedding).apply(bind({"weight": weights["model.embed_tokens.weight"]}), batch.token_ids)
-    x = hidden_states(spec, weights, x, batch.context)
+    x, routers = hidden_states(spec, weights, x, batch.context)
     number = len(spec.blocks) - 1
     mine = {path: weights[spec.tensor_name(number, path)] for path in tensor_shapes(head)}
-    return Head(head).apply(bind(mine), x)
+    return Head(head).apply(bind(mine), x), routers
 
 
 @functools.cache
 def _sum_and_grads(spec: ModelSpec, dtype: str):
-    def summed(weights, batch, divisor):
+    def summed(weights, batches, divisor):
         weights = {name: w.astype(dtype) for name, w in weights.items()}
-        log_p = jax.nn.log_softmax(logits_of(spec, weights, batch))
-        chosen = jnp.take_along_axis(log_p, batch.targets[..., None], -1)[..., 0]
-        return -(batch.loss_weights * chosen).sum() / divisor
+        loss, routers = jnp.float32(0), []
+        for batch in batches:
+            logits, stats = logits_of(spec, weights, batch)
+            chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], -1)[..., 0]
+            loss -= (batch.loss_weights * chosen).sum() / divisor
+            routers += stats
+        if spec.router_aux_loss_coef:
+            loss += spec.router_aux_loss_coef * balance_loss(jax.tree.map(lambda *parts: sum(parts), *routers))
+        return loss
 
     return jax.jit(jax.value_and_grad(summed))
 
@@ -121,7 +129,9 @@ def loss_and_grads(
 ) -> tuple[float, Weights]:
     """Mean loss of some micro-batches and all its gradients, by `jax.grad` of one function of the whole model."""
     divisor = np.float32(sum(float(batch.loss_weights.sum(dtype=np.float64)) for batch in batches))
-    parts = [_sum_and_grads(spec, dtype)(dict(weights), batch, divisor) for batch in batches]
+    # An auxiliary loss is one of all micro-batches; without it they are done one by one, which compiles once.
+    together = [tuple(batches)] if spec.router_aux_loss_coef else [(batch,) for batch in batches]
+    parts = [_sum_and_grads(spec, dtype)(dict(weights), some, divisor) for some in together]
     grads = {name: sum(np.asarray(g[name], np.float64) for _, g in parts).astype(np.float32) for name in weights}
     return float(sum(np.float64(loss) for loss, _ in parts)), grads
 

@@ -369,6 +369,7 @@ class ModelSpec:
       initializer_range: standard deviation of randomly initialised matrices.
       embedding_multiplier, round_embedding_multiplier: see `EmbeddingSpec`.
       norm, logit_multiplier, logit_softcap: see `HeadSpec`.
+      router_aux_loss_coef: of the auxiliary loss that keeps experts equally busy.
     """
 
     family: str
@@ -384,6 +385,7 @@ class ModelSpec:
     norm: str = "rms"
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+    router_aux_loss_coef: float = 0.0
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from megatrain_jax.host.optimizer import clip_scale
 from megatrain_jax.host.store import HostStore
+from megatrain_jax.models.moe import RouterStats
 from megatrain_jax.models.spec import Batch
 from megatrain_jax.stream import templates
 from megatrain_jax.stream.activations import Activations
@@ -43,6 +44,7 @@ class Settings(NamedTuple):
       keep_layers: this many of the last layers keep their intermediates on the device and are not recomputed.
       max_grad_norm: global norm that gradients are scaled down to; 0 is off.
       skip_nonfinite: a step whose gradient or loss is not finite changes nothing.
+      router_aux_loss_coef: of the auxiliary loss that keeps experts equally busy; None is the model's own.
     """
 
     group_size: int | None = None
@@ -50,23 +52,26 @@ class Settings(NamedTuple):
     keep_layers: int = 0
     max_grad_norm: float = 0.0
     skip_nonfinite: bool = True
+    router_aux_loss_coef: float | None = None
 
 
 class StepOutcome(NamedTuple):
     """What a step computed.
 
     Attributes:
-      loss: mean over the weighted targets of all micro-batches.
+      loss: mean over the weighted targets of all micro-batches, and the auxiliary loss of routers if there are any.
       grad_norm: global norm of the gradients before clipping.
       applied: False if the step was skipped.
       seconds: wall time of "forward", "backward", and of "optimizer_wait", the part of the two in which the dispatching
         thread waited for an update.
+      router_loss: the part of `loss` that is the auxiliary loss; 0 where there is none.
     """
 
     loss: float
     grad_norm: float
     applied: bool
     seconds: dict[str, float]
+    router_loss: float = 0.0
 
 
 # Called with a block and its gradients, once for each group of micro-batches.
@@ -140,6 +145,8 @@ class Pipeline:
         self._head = len(self._blocks) - 1
         trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
         self._lowest = min(trainable, default=self._head)
+        coefficient = settings.router_aux_loss_coef
+        self._router_coefficient = store.spec.router_aux_loss_coef if coefficient is None else coefficient
         self._waited = 0.0
         self._forward_end: concurrent.futures.Future[float] | None = None
 
@@ -149,7 +156,7 @@ class Pipeline:
         """Logits of a batch of NumPy arrays, float32 ``[batch, seq, vocab]`` on the devices (rows may be padded)."""
         run, ahead = self._run_for([batch]), _RunAhead()
         weights = self._stream(range(self._head + 1))
-        (x,) = self._forward(run, ahead, weights, [run.mesh.put_batch(batch)], None)
+        (x,), _ = self._forward(run, ahead, weights, [run.mesh.put_batch(batch)], None)
         return templates.head_logits(self._blocks[self._head], run)(weights.take(), x)
 
     def losses(self, batches: Sequence[Batch]) -> float:
@@ -157,7 +164,7 @@ class Pipeline:
         run, ahead = self._run_for(batches), _RunAhead()
         weights = self._stream(range(self._head + 1))
         placed = [run.mesh.put_batch(batch) for batch in batches]
-        xs = self._forward(run, ahead, weights, placed, None)
+        xs, _ = self._forward(run, ahead, weights, placed, None)
         head, w = templates.head_forward(self._blocks[self._head], run), weights.take()
         sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
         with waiting("the losses of the evaluation"):
@@ -165,11 +172,14 @@ class Pipeline:
 
     # ------------------------------------------------------------------ gradients
 
-    def gradients(self, micro_batches: Sequence[Batch], sink: Sink) -> tuple[jax.Array, jax.Array]:
-        """Mean loss over all micro-batches and the squared norm of its gradients, as device scalars.
+    def gradients(self, micro_batches: Sequence[Batch], sink: Sink) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The loss of all micro-batches, the squared norm of its gradients, and the part that is the auxiliary loss.
 
-        The gradients themselves go to `sink`, block by block from the head down, on their way to host memory. The squared
-        norm is that of the whole gradient if there is one group of micro-batches.
+        They are device scalars; the last is None if no layer has a router that is to be balanced. The gradients themselves go to `sink`, block by block from the head down, on their way
+        to host memory. The squared norm is that of the whole gradient if there is one group of micro-batches.
+
+        Raises:
+          ValueError: there are several groups of micro-batches, and an auxiliary loss of the whole step.
         """
         total = math.fsum(float(np.sum(b.loss_weights, dtype=np.float64)) for b in micro_batches)
         scale = np.float32(1 / total if total else 0.0)
@@ -180,19 +190,24 @@ class Pipeline:
         again = [block for block in back if not self._keeps(block)]
         weights = self._stream([i for _ in groups for i in (*there, *again)])
         run, ahead = self._run_for(micro_batches), _RunAhead()
-        losses, sumsq = [], np.float32(0)
+        losses, sumsq, balance = [], np.float32(0), None
+        if self._router_coefficient and len(groups) > 1:
+            raise ValueError("the auxiliary loss of routers is one of the whole step, so micro-batches cannot go in groups")
         for group in groups:
             placed = [run.mesh.put_batch(batch) for batch in group]
             kept = Activations(run.mesh, offload=self.settings.offload_activations)
-            xs = self._forward(run, ahead, weights, placed, kept)
+            xs, stats = self._forward(run, ahead, weights, placed, kept)
+            if stats is not None:
+                balance, stats = templates.router_loss(stats, np.float32(self._router_coefficient))
             loss, dxs, tied, sumsq = self._backward_head(run, ahead, weights, placed, xs, sumsq, scale, sink)
             losses += loss
             del xs
             for block in back:
-                sumsq = self._backward_layer(run, ahead, weights, placed, kept, block, dxs, sumsq, sink)
+                sumsq = self._backward_layer(run, ahead, weights, placed, kept, block, dxs, stats, sumsq, sink)
             if self._lowest == 0:
                 sumsq = self._backward_embedding(run, ahead, placed, dxs, tied, sumsq, sink)
-        return sum(losses[1:], losses[0]), sumsq
+        loss = sum(losses[1:], losses[0])
+        return loss if balance is None else loss + balance, sumsq, balance
 
     def train_step(self, micro_batches: Sequence[Batch]) -> StepOutcome:
         """One optimizer step on some micro-batches of equal shape, each a `Batch` of NumPy arrays.
@@ -227,9 +242,10 @@ class Pipeline:
                 held[block] = HostSums(grads, self.store.owned(block))
 
         start, self._waited = time.perf_counter(), 0.0
-        loss, sumsq = self.gradients(micro_batches, sink)
+        loss, sumsq, balance = self.gradients(micro_batches, sink)
         with waiting("the loss and the gradient norm of the step"):
             loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
+            router_loss = 0.0 if balance is None else mesh.scalar(balance)
         if grouped:
             sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
         norm = math.sqrt(sumsq) if sumsq >= 0 else math.nan
@@ -244,7 +260,7 @@ class Pipeline:
         with waiting("the time at which forward ended"):
             forward_end = self._forward_end.result()
         seconds = {"forward": forward_end - start, "backward": end - forward_end, "optimizer_wait": self._waited}
-        return StepOutcome(loss, norm, finite, seconds)
+        return StepOutcome(loss, norm, finite, seconds, router_loss)
 
     # ------------------------------------------------------------------ one block
 
@@ -277,10 +293,15 @@ class Pipeline:
     def _trainable(self, block: int) -> frozenset[str]:
         return frozenset(path for path, tensor in self.store.blocks[block].items() if tensor.trainable)
 
-    def _forward(self, run, ahead, weights, placed: Sequence[Batch], kept: Activations | None) -> list[jax.Array]:
-        """Embedding and layers; the head's inputs, one per micro-batch. Inputs that backward needs go to `kept`."""
+    def _forward(
+        self, run, ahead, weights, placed: Sequence[Batch], kept: Activations | None
+    ) -> tuple[list[jax.Array], RouterStats | None]:
+        """Embedding and layers: the head's inputs, one per micro-batch, and the pooled statistics of routers.
+
+        Inputs that backward needs go to `kept`.
+        """
         embed, w = templates.embedding_forward(self._blocks[0], run), weights.take()
-        xs = []
+        xs, pooled = [], None
         for m, batch in enumerate(placed):
             ahead.admit()
             xs.append(embed(w, batch.token_ids))
@@ -296,16 +317,18 @@ class Pipeline:
             for m, batch in enumerate(placed):
                 ahead.admit()
                 if keep:
-                    xs[m], _, pullback = layer(w, xs[m], batch.context)
+                    xs[m], stats, pullback = layer(w, xs[m], batch.context)
                     kept.put_pullback(block, m, pullback)
                     del pullback
                 else:
                     if kept is not None and block >= self._lowest:
                         kept.put(block, m, xs[m])
-                    xs[m], _ = layer(w, xs[m], batch.context)
+                    xs[m], stats = layer(w, xs[m], batch.context)
+                if stats:
+                    pooled = stats if pooled is None else templates.add_stats(pooled, stats)
                 ahead.dispatched(xs[m], "forward", block)
                 self._record.watch("forward", block, m, xs[m])
-        return xs
+        return xs, pooled
 
     def _backward_head(self, run, ahead, weights, placed, xs, sumsq, scale, sink: Sink):
         """Losses, gradients of the head's inputs, a tied projection's gradient, and the running squared norm."""
@@ -325,8 +348,13 @@ class Pipeline:
         self._emit(block, acc, sumsq, sink)
         return losses, dxs, tied, sumsq
 
-    def _backward_layer(self, run, ahead, weights, placed, kept: Activations, block, dxs, sumsq, sink: Sink):
-        """Replaces `dxs` by the gradients of the layer's inputs; the running squared norm."""
+    def _backward_layer(self, run, ahead, weights, placed, kept: Activations, block, dxs, stats, sumsq, sink: Sink):
+        """Replaces `dxs` by the gradients of the layer's inputs; the running squared norm.
+
+        `stats` is the gradient of the statistics of any layer that has some.
+        """
+        moe = self._blocks[block].moe
+        dstats = stats if moe is not None and moe.balanced else ()
         keeps, acc = self._keeps(block), None
         w = None if keeps else weights.take()
         for m, batch in enumerate(placed):
@@ -334,10 +362,10 @@ class Pipeline:
             ahead.admit()
             if keeps:
                 template = templates.layer_backward_kept(run, last)
-                operands = (kept.take_pullback(block, m), (dxs[m], ()))
+                operands = (kept.take_pullback(block, m), dxs[m], dstats)
             else:
                 template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
-                operands = (w, kept.take(block, m), (dxs[m], ()), batch.context)
+                operands = (w, kept.take(block, m), dxs[m], dstats, batch.context)
             kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
             dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
             del operands

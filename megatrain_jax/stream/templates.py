@@ -18,6 +18,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import (
@@ -31,6 +32,7 @@ from megatrain_jax.models.blocks import (
     tensor_shapes,
 )
 from megatrain_jax.models.losses import head_loss, head_loss_and_grads
+from megatrain_jax.models.moe import RouterStats, balance_loss
 from megatrain_jax.models.parts import times
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 from megatrain_jax.stream.transfer import AXIS, Mesh
@@ -133,12 +135,40 @@ def embedding_backward(block: EmbeddingSpec, run: Execution, last: bool):
     return jax.jit(backward, donate_argnames="acc" if not last else None)
 
 
+def _layer(block: LayerSpec, run: Execution):
+    """``(weights, x, context) -> (y, stats)`` on weights in their logical shapes."""
+    module = DecoderLayer(block, run.attention)
+
+    def apply(weights, x, context):
+        return module.apply(bind(weights), x, context)
+
+    if block.moe is None or run.mesh.size == 1:
+        return apply
+    # Sorting rows by expert knows no devices: each one sorts its own, and the statistics are added.
+    mesh, split = run.mesh.sharding(AXIS).mesh, PartitionSpec(AXIS)
+
+    def on_each_device(weights, x, context):
+        y, stats = apply(weights, x, context)
+        return y, jax.tree.map(lambda value: value[None], stats)
+
+    everywhere = jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=(PartitionSpec(), split, split), out_specs=split, check_vma=False
+    )
+
+    def apply_everywhere(weights, x, context):
+        y, stats = everywhere(weights, x, context)
+        return y, jax.tree.map(lambda value: value.sum(0), stats)
+
+    return apply_everywhere
+
+
 @functools.lru_cache(maxsize=None)
 def layer_forward(block: LayerSpec, run: Execution):
     """``(weights, x [B, S, D], context) -> (y, stats)``."""
+    layer = _layer(block, run)
 
     def forward(weights, x, context):
-        y, stats = DecoderLayer(block, run.attention).apply(bind(run.unpack(weights, block)), x, context)
+        y, stats = layer(run.unpack(weights, block), x, context)
         return run.split_rows(y), stats
 
     return jax.jit(forward)
@@ -146,16 +176,16 @@ def layer_forward(block: LayerSpec, run: Execution):
 
 @functools.lru_cache(maxsize=None)
 def layer_backward(block: LayerSpec, run: Execution, trainable: frozenset[str], last: bool):
-    """``(weights, x, (dy, dstats), context, acc, sumsq) -> (dx, gradients, sumsq, marker)``; recomputes the forward."""
-    layer = DecoderLayer(block, run.attention)
+    """``(weights, x, dy, dstats, context, acc, sumsq) -> (dx, gradients, sumsq, marker)``; recomputes the forward."""
+    layer = _layer(block, run)
 
-    def backward(weights, x, cotangent, context, acc, sumsq):
+    def backward(weights, x, dy, dstats, context, acc, sumsq):
         train, frozen = _split(run.unpack(weights, block), trainable)
-        _, vjp = jax.vjp(lambda train, x: layer.apply(bind(train | frozen), x, context), train, x)
-        grads, dx = vjp(cotangent)
+        _, vjp = jax.vjp(lambda train, x: layer(train | frozen, x, context), train, x)
+        grads, dx = vjp((dy, dstats))
         return _finish_layer(run, grads, dx, acc, sumsq, last)
 
-    return jax.jit(backward, donate_argnames="cotangent" if last else ("cotangent", "acc"))
+    return jax.jit(backward, donate_argnames="dy" if last else ("dy", "acc"))
 
 
 @functools.lru_cache(maxsize=None)
@@ -164,12 +194,12 @@ def layer_forward_keeping(block: LayerSpec, run: Execution, trainable: frozenset
 
     The pullback holds the weights, the input and `INTERMEDIATES`, and goes to `layer_backward_kept`.
     """
-    layer = DecoderLayer(block, run.attention)
+    layer = _layer(block, run)
 
     def forward(weights, x, context):
         train, frozen = _split(run.unpack(weights, block), trainable)
         apply = jax.checkpoint(
-            lambda train, x: layer.apply(bind(train | frozen), x, context),
+            lambda train, x: layer(train | frozen, x, context),
             policy=jax.checkpoint_policies.save_only_these_names(*INTERMEDIATES),
         )
         (y, stats), pullback = jax.vjp(apply, train, x)
@@ -180,13 +210,25 @@ def layer_forward_keeping(block: LayerSpec, run: Execution, trainable: frozenset
 
 @functools.lru_cache(maxsize=None)
 def layer_backward_kept(run: Execution, last: bool):
-    """``(pullback, (dy, dstats), acc, sumsq) -> (dx, gradients, sumsq, marker)``, as `layer_backward`."""
+    """``(pullback, dy, dstats, acc, sumsq) -> (dx, gradients, sumsq, marker)``, as `layer_backward`."""
 
-    def backward(pullback, cotangent, acc, sumsq):
-        grads, dx = pullback(cotangent)
+    def backward(pullback, dy, dstats, acc, sumsq):
+        grads, dx = pullback((dy, dstats))
         return _finish_layer(run, grads, dx, acc, sumsq, last)
 
-    return jax.jit(backward, donate_argnames="cotangent" if last else ("cotangent", "acc"))
+    return jax.jit(backward, donate_argnames="dy" if last else ("dy", "acc"))
+
+
+@jax.jit
+def add_stats(pooled: RouterStats, stats: RouterStats) -> RouterStats:
+    """Statistics of more tokens or layers."""
+    return jax.tree.map(jnp.add, pooled, stats)
+
+
+@jax.jit
+def router_loss(pooled: RouterStats, coefficient: jax.Array) -> tuple[jax.Array, RouterStats]:
+    """`balance_loss` of a whole step times its coefficient, and its gradient: the ``dstats`` of every layer."""
+    return jax.value_and_grad(lambda stats: coefficient * balance_loss(stats))(pooled)
 
 
 def _finish_layer(run: Execution, grads: Weights, dx: jax.Array, acc: Weights | None, sumsq: jax.Array, last: bool):
@@ -256,7 +298,7 @@ class LayerStep:
         return tensor_shapes(self.block)
 
     def forward(self, weights: Weights, x: jax.Array, context: Context) -> tuple[jax.Array, tuple]:
-        """``(y, stats)`` for hidden states ``[batch, seq, hidden]``; a dense layer has ``stats == ()``."""
+        """``(y, stats)`` for hidden states ``[batch, seq, hidden]``; a dense layer has ``stats == ()``, see `RouterStats`."""
         return self._forward(weights, x, context)
 
     def backward(

@@ -47,7 +47,7 @@ def gradients(dtype: str, kernel: str, settings: Settings, batches):
             grads[tensor.name] = np.array(landing.rows(path)[0], np.float32).reshape(tensor.shape)
 
     with training(model, settings) as (pipeline, _):
-        loss, _ = pipeline.gradients(batches, sink)
+        loss, _, _ = pipeline.gradients(batches, sink)
     return float(loss), grads
 
 

@@ -20,7 +20,8 @@ from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.initial import initial_value
-from megatrain_jax.models.spec import Batch, ModelSpec
+from megatrain_jax.models.names import spellings, written_pieces
+from megatrain_jax.models.spec import Batch, ModelSpec, is_buffer
 from megatrain_jax.stream.pipeline import Pipeline
 from megatrain_jax.stream.resident import ResidentTensor
 from megatrain_jax.stream.templates import Execution
@@ -178,11 +179,13 @@ def load(
         initialise(store, seed)
         return Model(spec, store, run, config, Path(path))
     # Everything is checked before the first tensor is handed over, and nothing is allocated before that.
+    names = model_tensors(spec)
     report = huggingface.load_weights(
         path,
-        model_tensors(spec),
+        names,
         lambda name, array: make_store().tensors[name].assign(array),
         tied=spec.tie_word_embeddings,
+        spellings=spellings(spec, names),
     )
     return Model(spec, make_store(), run, config, Path(path), report.notes)
 
@@ -217,11 +220,15 @@ def save(model: Model, out_dir: str | Path, *, dtype: str = "bfloat16", max_shar
       UserError: the folder cannot be written.
     """
     tensors = model.store.tensors
+    pieces = written_pieces(model.spec, {name: tensor.shape for name, tensor in tensors.items()})
+    # Pieces of one tensor follow one another.
+    read = functools.lru_cache(maxsize=1)(lambda name: tensors[name].read())
     huggingface.save_folder(
         out_dir,
-        {name: tensor.shape for name, tensor in tensors.items()},
-        lambda name: tensors[name].read(),
-        config=model.config,
+        {key: piece.shape for key, piece in pieces.items()},
+        lambda key: read(pieces[key].name)[pieces[key].where],
+        # What is written is not quantised, whatever was read.
+        config={key: value for key, value in model.config.items() if key != "quantization_config"},
         source=model.source,
         dtype=dtype,
         max_shard_size=max_shard_size,
@@ -244,7 +251,7 @@ def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
         patterns = [re.compile(pattern) for pattern in freeze]
     except re.error as error:
         raise UserError(f"model.freeze: {error.pattern!r} is not a regular expression: {error}") from None
-    return lambda name: not any(pattern.search(name) for pattern in patterns)
+    return lambda name: not is_buffer(name) and not any(pattern.search(name) for pattern in patterns)
 
 
 def _kernel(attention: str, spec: ModelSpec, mesh: Mesh, dtype: str) -> str:

@@ -178,6 +178,44 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere2 bias": {"sliding_window": 6, "attention_bias": True, "layer_types": [FULL, SLIDING]},
 }
 
+# Families with experts. 21 + 9 tokens go to 6 or 8 experts, so each expert has some and none has all.
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.1}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+DEEPSEEK = {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+DEEPSEEK |= {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+MSCALE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7}
+MSCALE_YARN |= {"mscale_all_dim": 0.9, "beta_fast": 8, "beta_slow": 1}
+CASES |= {
+    "mixtral": {"num_local_experts": 6, "router_aux_loss_coef": 0.1},
+    "mixtral sliding tied": {"num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 16}
+    | {"tie_word_embeddings": True, "router_aux_loss_coef": 0.0},
+    "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 40},
+    "qwen2_moe sliding mixed": {**QWEN_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
+    | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 6, "qkv_bias": False},
+    "qwen3_moe": {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_moe mixed": {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+    | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "norm_topk_prob": False},
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
+    | {"swiglu_limit": 0.5, "router_aux_loss_coef": 0.1}
+    | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}},
+    "gpt_oss defaults": {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "layer_types": [FULL, SLIDING],
+        "attention_bias": False,
+    },
+    "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy", "q_lora_rank": 12, "rope_scaling": MSCALE_YARN},
+    "deepseek_v2 groups": {**DEEPSEEK, "topk_method": "group_limited_greedy", "q_lora_rank": None}
+    | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 3.0, "tie_word_embeddings": True},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 12, "rope_scaling": MSCALE_YARN},
+    "deepseek_v3 halves": {**DEEPSEEK, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}
+    | {"attention_bias": True, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+    | {"attention_bias": True},
+    "glm4_moe qk norm groups": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"use_qk_norm": True, "n_group": 2, "topk_group": 1, "partial_rotary_factor": 1.0, "n_shared_experts": 2},
+}
+
 
 def raw_config(name: str) -> dict[str, Any]:
     """The config.json of a case."""

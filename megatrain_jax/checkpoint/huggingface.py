@@ -14,16 +14,19 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from megatrain_jax.checkpoint.mxfp4 import BLOCK, dequantise
 from megatrain_jax.config import UserError
+from megatrain_jax.models.names import Part, Spelling
+from megatrain_jax.models.spec import is_buffer
 
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -97,12 +100,20 @@ class _Stored:
     dtype: str
 
 
+class _Piece(NamedTuple):
+    """A part of a tensor of the model, and where it lies: in one place, or in two if it is quantised."""
+
+    part: Part
+    places: tuple[_Stored, ...]
+
+
 def load_weights(
     folder: str | Path,
     shapes: Mapping[str, tuple[int, ...]],
     write: Callable[[str, np.ndarray], None],
     *,
     tied: bool,
+    spellings: Mapping[str, Sequence[Spelling]] = {},
 ) -> LoadReport:
     """Hands every tensor of `shapes` to `write(name, array)`, once each, in the order of the files.
 
@@ -112,27 +123,28 @@ def load_weights(
         a larger model that has this one as its ``language_model`` fit too.
       write: receives an array of the dtype on file (bfloat16, float16 or float32). It must copy what it keeps.
       tied: the head is the embedding: `shapes` has no ``lm_head.weight`` and one in the files is ignored.
+      spellings: how tensors may lie in the files, where that is not one tensor of the same name; see `models.names`.
 
     Raises:
       UserError: a file is missing, broken or cut short, a tensor is missing or has the wrong shape or dtype.
         Nothing was written then.
     """
     stored = _read_headers(Path(folder))
-    found = _match(Path(folder), shapes, stored)
-    used = {place.key for place in found.values()}
+    found = _match(Path(folder), shapes, stored, spellings)
+    places = [place for pieces in found.values() for piece in pieces for place in piece.places]
+    used = {place.key for place in places}
     ignored = {_HEAD} if tied else set()
     unused = sorted(key for key in stored if key not in used | ignored and not key.endswith("rotary_emb.inv_freq"))
-    head_differs = tied and _HEAD in stored and _differ(found[_EMBEDDING], stored[_HEAD])
-    files = tuple(dict.fromkeys(place.file for place in found.values()))
-    for file in files:
-        with _open(file) as tensors:
-            for name, place in found.items():
-                if place.file == file:
-                    write(name, tensors.get_tensor(place.key))
+    head_differs = tied and _HEAD in stored and _differ(found[_EMBEDDING][0].places[0], stored[_HEAD])
+    files = list(dict.fromkeys(place.file for place in places))
+    with ExitStack() as stack:
+        tensors = {file: stack.enter_context(_open(file)) for file in files}
+        for name in sorted(found, key=lambda name: files.index(found[name][0].places[0].file)):
+            write(name, _assemble(found[name], shapes[name], tensors))
     return LoadReport(
-        files=files,
+        files=tuple(files),
         parameters=sum(math.prod(shape) for shape in shapes.values()),
-        dtypes=tuple(sorted({place.dtype for place in found.values()})),
+        dtypes=tuple(sorted({place.dtype for place in places})),
         unused=tuple(unused),
         head_differs=head_differs,
     )
@@ -166,10 +178,9 @@ def save_folder(
     Raises:
       UserError: see `check_save_folder`; a `max_shard_size` that is no size; or the disk failed while writing.
     """
-    tag, target = _WRITABLE[dtype]
-    shards = _plan_shards(tensors, target.itemsize, parse_size(max_shard_size))
     out_dir = Path(out_dir).resolve()
-    sizes = {name: math.prod(shape) * target.itemsize for name, shape in tensors.items()}
+    sizes = {name: math.prod(shape) * _format(name, dtype)[1].itemsize for name, shape in tensors.items()}
+    shards = _plan_shards(sizes, parse_size(max_shard_size))
     check_save_folder(out_dir, sum(sizes.values()))
     aside = out_dir.with_name(f".{out_dir.name}.writing")
     try:
@@ -178,7 +189,7 @@ def save_folder(
         aside.mkdir()
         for file, names in shards.items():
             with open(aside / file, "wb") as stream:
-                _write_shard(stream, {name: tensors[name] for name in names}, read, tag, target)
+                _write_shard(stream, {name: tensors[name] for name in names}, read, dtype)
                 stream.flush()
                 os.fsync(stream.fileno())
         if len(shards) > 1:
@@ -280,10 +291,25 @@ def _open(file: Path) -> safe_open:
         raise UserError(f"{file}: broken or cut short ({reason}); get the file again") from None
 
 
-def _match(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> dict[str, _Stored]:
-    """name -> place of every tensor of `shapes`, checked; in the order of `shapes`."""
-    keys = _keys(shapes, stored)
-    missing = [name for name, key in keys.items() if key not in stored]
+def _match(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, _Stored],
+    spellings: Mapping[str, Sequence[Spelling]],
+) -> dict[str, list[_Piece]]:
+    """name -> where every tensor of `shapes` lies, checked; in the order of `shapes`."""
+    rename = _renaming(shapes, stored)
+    found, missing = {}, []
+    for name in shapes:
+        ways = [
+            [(part, _keys(part, rename)) for part in spelling] for spelling in spellings.get(name, ((Part(name),),))
+        ]
+        absent = [[key for _, keys in way for key in keys if key not in stored] for way in ways]
+        # Of a tensor that is stored in pieces, some of which are there, the others are what is missing.
+        best = min(range(len(ways)), key=lambda i: len(absent[i]) / sum(len(keys) for _, keys in ways[i]))
+        missing += absent[best]
+        if not absent[best]:
+            found[name] = [_Piece(part, tuple(stored[key] for key in keys)) for part, keys in ways[best]]
     if missing == [_HEAD]:
         raise UserError(
             f"'{folder}': no tensor '{_HEAD}', yet config.json says that the head is not tied to the embedding; "
@@ -292,28 +318,67 @@ def _match(folder: Path, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(f"'{folder}': no tensor '{missing[0]}'{more} in its files; is the download complete?")
-    found = {name: stored[key] for name, key in keys.items()}
-    for name, place in found.items():
-        if place.shape != tuple(shapes[name]):
-            raise UserError(
-                f"{place.file}: tensor '{place.key}' has shape {list(place.shape)} where config.json "
-                f"asks for {list(shapes[name])}; do the two belong together?"
-            )
-        if place.dtype not in _READABLE:
-            raise UserError(
-                f"{place.file}: tensor '{place.key}' has dtype {place.dtype}; supported: {', '.join(_READABLE)}"
-            )
+    for name, pieces in found.items():
+        for piece in pieces:
+            _check(piece, tuple(shapes[name]))
     return found
 
 
-def _keys(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> dict[str, str]:
+def _keys(part: Part, rename: Callable[[str], str]) -> tuple[str, ...]:
+    """Names in the files."""
+    key = rename(part.key)
+    return (f"{key}_blocks", f"{key}_scales") if part.mxfp4 else (key,)
+
+
+def _check(piece: _Piece, shape: tuple[int, ...]) -> None:
+    """Raises UserError if what is stored is not what a tensor of `shape` needs there."""
+    if piece.part.mxfp4:
+        experts, width, out = shape
+        scales = (experts, out, width // BLOCK)
+        expected = [((*scales, BLOCK // 2), ("U8",)), (scales, ("U8",))]
+    else:
+        expected = [(np.broadcast_to(np.empty(()), shape)[piece.part.where].shape, _READABLE)]
+    for place, (needed, dtypes) in zip(piece.places, expected, strict=True):
+        if place.shape != needed:
+            raise UserError(
+                f"{place.file}: tensor '{place.key}' has shape {list(place.shape)} where config.json "
+                f"asks for {list(needed)}; do the two belong together?"
+            )
+        if place.dtype not in dtypes:
+            raise UserError(
+                f"{place.file}: tensor '{place.key}' has dtype {place.dtype}; supported: {', '.join(dtypes)}"
+            )
+
+
+def _assemble(pieces: Sequence[_Piece], shape: tuple[int, ...], tensors: Mapping[Path, Any]) -> np.ndarray:
+    """A tensor of the model from its pieces in the files."""
+    read = lambda place: tensors[place.file].get_tensor(place.key)  # noqa: E731
+    if pieces[0].part.mxfp4:
+        blocks, scales = (tensors[place.file].get_slice(place.key) for place in pieces[0].places)
+        out = np.empty(shape, ml_dtypes.bfloat16)
+        for expert in range(shape[0]):
+            out[expert] = dequantise(blocks[expert], scales[expert])
+        return out
+    if not pieces[0].part.where:
+        return read(pieces[0].places[0])
+    out: np.ndarray | None = None
+    for piece in pieces:
+        array = read(piece.places[0])
+        if out is None:
+            same = len({piece.places[0].dtype for piece in pieces}) == 1
+            out = np.empty(shape, array.dtype if same else np.float32)
+        out[piece.part.where] = array
+    return out
+
+
+def _renaming(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> Callable[[str], str]:
     """name -> name on file: as it is, of a base model, or of the language model within a larger one."""
+    names = [name for name in shapes if name != _HEAD]
     for prefix in _PREFIXES:
-        keys = {name: prefix + name.removeprefix("model.") if name != _HEAD else _HEAD for name in shapes}
-        if any(key in stored for name, key in keys.items() if name != _HEAD):
+        if any(prefix + name.removeprefix("model.") in stored for name in names):
             head = next((key for key in (_HEAD, f"language_model.{_HEAD}") if key in stored), _HEAD)
-            return keys | ({_HEAD: head} if _HEAD in shapes else {})
-    return {name: name for name in shapes}
+            return lambda name: head if name == _HEAD else prefix + name.removeprefix("model.")  # noqa: B023
+    return lambda name: name
 
 
 def _differ(embedding: _Stored, head: _Stored) -> bool:
@@ -328,12 +393,16 @@ def _differ(embedding: _Stored, head: _Stored) -> bool:
         return any(left[piece].tobytes() != right[piece].tobytes() for piece in pieces)
 
 
-def _plan_shards(tensors: Mapping[str, tuple[int, ...]], itemsize: int, limit: int) -> dict[str, list[str]]:
+def _format(name: str, dtype: str) -> tuple[str, np.dtype]:
+    """What a tensor is written as: `dtype`, or float32 if it is a buffer that is read in float32."""
+    return _WRITABLE["float32" if is_buffer(name) else dtype]
+
+
+def _plan_shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     """File name -> tensor names, in order; files named as transformers names them."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in tensors.items():
-        size = math.prod(shape) * itemsize
+    for name, size in sizes.items():
         if shards[-1] and filled + size > limit:
             shards.append([])
             filled = 0
@@ -348,14 +417,14 @@ def _write_shard(
     stream: BinaryIO,
     tensors: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
-    tag: str,
-    dtype: np.dtype,
+    dtype: str,
 ) -> None:
     """One safetensors file: length of the header (u64), header (JSON padded to 8 bytes), tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        tag, target = _format(name, dtype)
+        start, end = end, end + math.prod(shape) * target.itemsize
         header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -364,9 +433,9 @@ def _write_shard(
         array = read(name)
         if array.shape != tuple(shape):
             raise ValueError(f"tensor '{name}' was read with shape {array.shape}, announced as {tuple(shape)}")
-        flat = array.reshape(-1)
+        flat, target = array.reshape(-1), _format(name, dtype)[1]
         for start in range(0, flat.size, _CHUNK):
-            stream.write(flat[start : start + _CHUNK].astype(dtype, copy=False).tobytes())
+            stream.write(flat[start : start + _CHUNK].astype(target, copy=False).tobytes())
 
 
 def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str) -> bytes:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatrain_jax.host.layouts import ALIGN, BFLOAT16, FrozenRow, PlainRow, Row, Rule, SplitRow
 from megatrain_jax.host.pages import Pages
-from megatrain_jax.models.spec import ModelSpec
+from megatrain_jax.models.spec import ModelSpec, is_buffer
 
 # "chunks": optax in cache-sized chunks. "whole": optax, each tensor in one piece. "split": fused kernels.
 Layout = Literal["chunks", "whole", "split"]
@@ -190,7 +190,8 @@ class HostStore:
                 name = spec.tensor_name(block, path)
                 if name not in self.tensors:
                     make = make_resident if block in self.resident else HostTensor
-                    self.tensors[name] = make(name, shape, owner=block, trainable=trainable(name), rows=rows)
+                    trained = trainable(name) and not is_buffer(name)
+                    self.tensors[name] = make(name, shape, owner=block, trainable=trained, rows=rows)
                     if block not in self.resident:
                         fresh.append(self.tensors[name])
                 members[path] = self.tensors[name]
@@ -199,7 +200,8 @@ class HostStore:
             if not master_is_wire:
                 wires = self._wire_memory(fresh, lock_pages)
             for tensor, wire in zip(fresh, wires, strict=True):
-                tensor.allocate(wire, layout)
+                # A buffer crosses in float32; it is frozen, so that it is its own wire.
+                tensor.allocate([None] * len(wire) if is_buffer(tensor.name) else wire, layout)
 
     def _wire_memory(self, tensors: Sequence[HostTensor], lock: bool) -> list[list[np.ndarray]]:
         """Page-aligned memory for the wire of one block, each row on a boundary that the CPU backend can read in place."""

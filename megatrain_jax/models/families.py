@@ -1,4 +1,4 @@
-"""A Hugging Face config.json read as a `ModelSpec`: one short function per family (`dense`).
+"""A Hugging Face config.json read as a `ModelSpec`: one short function per family (`dense`, `sparse`).
 
 What a key means, and its value where it is absent, follow the configuration class of that family in transformers, in
 the spelling of version 4 (``rope_theta``, ``rope_scaling``) and of version 5 (``rope_parameters``). A setting that
@@ -19,9 +19,10 @@ from megatrain_jax.config import UserError
 from megatrain_jax.models.config_keys import only
 from megatrain_jax.models.decoder import DEFAULTS, Family
 from megatrain_jax.models.dense import DENSE
+from megatrain_jax.models.sparse import SPARSE, SPARSE_KEYS
 from megatrain_jax.models.spec import ModelSpec
 
-_FAMILIES: dict[str, Family] = {**DENSE}
+_FAMILIES: dict[str, Family] = {**DENSE, **SPARSE}
 
 # What a config may hold besides; families that compute with one of these name it in `_FAMILIES`. For the others, null or
 # one of the values listed passes.
@@ -126,7 +127,7 @@ def read_config(folder: str | Path, overrides: Mapping[str, Any] = {}) -> dict[s
         raise UserError(f"{path}: holds a {type(config).__name__} where a JSON object is needed; get the file again")
     if config.get("model_type") in _LANGUAGE_MODELS:
         config = _language_model(config)
-    known = {*config, *DEFAULTS, *_NEUTRAL, *_SPECIAL, "model_type"}
+    known = {*config, *DEFAULTS, *_NEUTRAL, *_SPECIAL, *SPARSE_KEYS, "model_type"}
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)

@@ -212,8 +212,9 @@ class DeltaSpec:
         return projections + self.channels * self.conv_kernel + 2 * self.value_heads + self.value_dim
 
 
-# Tensors that are no parameters: never trained, and read in float32.
-BUFFERS = ("e_score_correction_bias",)
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is no parameter: it is never trained, and is read and written in float32."""
+    return name.endswith("e_score_correction_bias")
 
 
 @dataclasses.dataclass(frozen=True)

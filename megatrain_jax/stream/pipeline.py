@@ -192,7 +192,9 @@ class Pipeline:
         run, ahead = self._run_for(micro_batches), _RunAhead()
         losses, sumsq, balance = [], np.float32(0), None
         if self._router_coefficient and len(groups) > 1:
-            raise ValueError("the auxiliary loss of routers is one of the whole step, so micro-batches cannot go in groups")
+            raise ValueError(
+                "the auxiliary loss of routers is one of the whole step, so micro-batches cannot go in groups"
+            )
         for group in groups:
             placed = [run.mesh.put_batch(batch) for batch in group]
             kept = Activations(run.mesh, offload=self.settings.offload_activations)

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.store import Rows
+from megatrain_jax.models.spec import is_buffer
 from megatrain_jax.stream.transfer import Mesh
 
 
@@ -41,7 +42,7 @@ class ResidentTensor:
         self.name, self.shape, self.owner, self.trainable, self.rows = name, shape, owner, trainable, rows
         self.size = math.prod(shape)
         self.row_length = math.ceil(self.size / rows.count)
-        self._mesh, self._dtype = mesh, np.dtype(dtype)
+        self._mesh, self._dtype = mesh, np.dtype("float32" if is_buffer(name) else dtype)
         self._params: jax.Array | None = None
         self._state: Any = None
 

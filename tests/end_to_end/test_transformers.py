@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -49,6 +50,9 @@ def build(name: str, folder):
             else:
                 parameter.copy_(0.15 * noise)
             parameter.copy_(parameter.bfloat16())  # so that bfloat16 starts from the same weights
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(raw_config(name)))
     return model
@@ -78,6 +82,15 @@ def packed_samples() -> tuple[Batch, list[tuple[np.ndarray, np.ndarray, np.ndarr
     return Batch(ids, targets, weights.astype(np.float32), positions, segments), apart
 
 
+def auxiliary_loss(model, routers: list[tuple]):
+    """Of transformers, for logits of routers that come from several calls."""
+    pooled = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+    config = model.config
+    return sys.modules[type(model).__module__].load_balancing_loss_func(
+        pooled, pooled[0].shape[-1], config.num_experts_per_tok
+    )
+
+
 @cases(USUAL)
 def test_logits_gradients_and_export_are_those_of_transformers(name, tmp_path):
     theirs = build(name, tmp_path / "theirs")
@@ -90,11 +103,16 @@ def test_logits_gradients_and_export_are_those_of_transformers(name, tmp_path):
     batch, apart = packed_samples()
     loss, grads = model.loss_and_grads(batch)
     theirs.zero_grad()
-    total = 0.0
+    total, coefficient, routers = 0.0, model.spec.router_aux_loss_coef, []
+    asked = {"output_router_logits": True} if coefficient else {}
     for sample, targets, weights in apart:
-        log_p = theirs(torch.tensor(sample, dtype=torch.long)).logits.log_softmax(-1)
+        out = theirs(torch.tensor(sample, dtype=torch.long), **asked)
+        log_p = out.logits.log_softmax(-1)
+        routers.append(out.router_logits if coefficient else ())
         chosen = log_p.gather(-1, torch.tensor(targets, dtype=torch.long)[..., None])[..., 0]
         total = total - (torch.tensor(weights) * chosen).sum() / batch.loss_weights.sum()
+    if coefficient:
+        total = total + coefficient * auxiliary_loss(theirs, routers)
     total.backward()
     assert loss == pytest.approx(total.item(), rel=1e-5)
     shared = theirs.lm_head.weight is theirs.model.embed_tokens.weight

@@ -29,6 +29,7 @@ USUAL = {
     "cohere2",
     "qwen3_5_text",
 }
+USUAL |= {"qwen2_moe", "gpt_oss", "deepseek_v3"}
 
 
 def cases(usual: set[str]):

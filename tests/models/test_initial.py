@@ -25,5 +25,7 @@ def test_constants_are_those_of_transformers_and_the_rest_is_drawn_as_widely(nam
         if theirs.std() == 0:
             np.testing.assert_array_equal(ours, theirs, err_msg=tensor)
         else:
-            np.testing.assert_allclose(ours.std(), theirs.std(), rtol=0.1, err_msg=tensor)
-            np.testing.assert_allclose(ours.mean(), theirs.mean(), rtol=0.2, atol=0.01, err_msg=tensor)
+            noise = 4 / np.sqrt(theirs.size)  # of two small samples
+            np.testing.assert_allclose(ours.std(), theirs.std(), rtol=max(0.1, noise), err_msg=tensor)
+            atol = max(0.01, noise * theirs.std())
+            np.testing.assert_allclose(ours.mean(), theirs.mean(), rtol=0.2, atol=atol, err_msg=tensor)

@@ -91,6 +91,9 @@ class DatasetConfig:
         this process. The result does not depend on it.
       cache_dir: folder of the tokenised samples, which are kept for later runs; None is megatrain_jax/data in the user's
         cache folder ($XDG_CACHE_HOME or ~/.cache). Alias: tokenized_path.
+      streaming: samples are read again for every epoch instead of kept, for data too large to keep; needs
+        `TrainingConfig.num_steps`. A run that resumes reads again what it skips.
+      buffer_size: with `streaming`, samples among which the order is drawn and rows are packed.
       shuffle: a new order every epoch, drawn from `Config.seed`.
       eval_path: file, folder or glob of the evaluation samples; None with `val_size` 0 is no evaluation.
       val_size: held out of `path` for evaluation: a fraction in [0, 1) or a whole number of samples.
@@ -113,6 +116,8 @@ class DatasetConfig:
     max_samples: Count | None = None
     num_workers: Literal["auto"] | Size = "auto"
     cache_dir: str | None = None
+    streaming: bool = False
+    buffer_size: Count = 10_000
     shuffle: bool = True
     eval_path: str | None = None
     val_size: Size | Fraction = 0
@@ -570,4 +575,14 @@ def _build(settings: Mapping[str, Any], ignored: tuple[str, ...], where: str) ->
         key = max(scored, key=scored.get)
         value = getattr(config.eval, key)
         raise UserError(f"eval.{key}: {value!r} needs dataset.eval_path or dataset.val_size {where}")
+    if data.streaming:
+        refused = {
+            "dataset.val_size": (bool(data.val_size), "give dataset.eval_path"),
+            "checkpoint.save_strategy": (config.checkpoint.save_strategy == "epoch", "choose steps"),
+            "eval.eval_strategy": (config.eval.eval_strategy == "epoch", "choose steps"),
+            "training.num_steps": (config.training.num_steps is None, "set it"),
+        }
+        for key, (is_set, remedy) in refused.items():
+            if is_set:
+                raise UserError(f"{key}: with dataset.streaming the end of an epoch is not known; {remedy} {where}")
     return config

@@ -14,7 +14,10 @@ import numpy as np
 from megatrain_jax import model as models
 from megatrain_jax.checkpoint import huggingface, state
 from megatrain_jax.config import Config, UserError
-from megatrain_jax.data import loader
+from megatrain_jax.data.dataset import DataSet, Statistics
+from megatrain_jax.data.dataset import prepare as prepare_data
+from megatrain_jax.data.loader import TrainLoader
+from megatrain_jax.data.streaming import StreamLoader
 from megatrain_jax.data.tokenizer import load_tokenizer
 from megatrain_jax.host.memory import grows, host_memory
 from megatrain_jax.host.optimizer import choose_layout, make_schedule, make_transformation
@@ -40,8 +43,8 @@ class Preparation:
 
     spec: ModelSpec
     trained: int
-    dataset: loader.DataSet
-    batches: loader.TrainLoader
+    dataset: DataSet
+    batches: TrainLoader | StreamLoader
     total_steps: int
 
 
@@ -60,16 +63,19 @@ def prepare(config: Config) -> Preparation:
         raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
     _check_output(config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.name)
-    dataset = loader.prepare(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
+    dataset = prepare_data(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
     if dataset.sequence_length > spec.max_position_embeddings:
         raise UserError(
             f"dataset.max_seq_len: rows of {dataset.sequence_length} tokens are longer than the model's "
             f"{spec.max_position_embeddings} positions; set dataset.max_seq_len={spec.max_position_embeddings}"
         )
-    batches = loader.TrainLoader(
-        dataset, training.batch_size, training.gradient_accumulation_steps, config.seed, config.dataset.shuffle
-    )
-    total = training.num_steps or math.ceil(training.num_train_epochs * batches.steps_per_epoch)
+    shape = training.batch_size, training.gradient_accumulation_steps
+    if config.dataset.streaming:
+        batches = StreamLoader(config.dataset, dataset.tokenizer, spec.vocab_size, *shape, config.seed)
+        total = training.num_steps
+    else:
+        batches = TrainLoader(dataset, *shape, config.seed, config.dataset.shuffle)
+        total = training.num_steps or math.ceil(training.num_train_epochs * batches.steps_per_epoch)
     make_schedule(training, total)
     prepared = Preparation(spec, trained, dataset, batches, total)
     _check_disk(config, prepared)
@@ -183,23 +189,43 @@ def describe(config: Config, prepared: Preparation) -> list[str]:
         f"model      {spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters"
         + (f" ({frozen / 1e6:,.1f} M frozen)" if frozen else "")
         + f", {len(spec.layers)} layers, {config.model.dtype}, {config.model.init} ({config.model.name})",
-        f"data       {stats.samples:,} samples ({data.format}), {stats.tokens:,} tokens, "
-        f"{stats.supervised_tokens / max(stats.tokens, 1):.0%} supervised, rows of {data.sequence_length}",
+        _describe_data(data),
     ]
     lines[1:1] = [f"template   {line}" for line in spec.describe_templates()]
     if data.eval:
         held = data.eval_statistics
         lines.append(f"eval       {held.samples:,} samples, {held.tokens:,} tokens")
-    for what, counts in (("changed", stats.changed), ("dropped", stats.dropped)):
-        lines += [f"data       {what} {count:,}: {reason}" for reason, count in counts.items()]
+    if stats is not None:
+        lines += describe_counts(stats)
+    per_epoch = prepared.batches.steps_per_epoch
     lines.append(
-        f"training   {prepared.total_steps:,} steps of {training.gradient_accumulation_steps} x {training.batch_size} rows "
-        f"({prepared.batches.steps_per_epoch:,} steps an epoch), {config.optimizer.type}, "
+        f"training   {prepared.total_steps:,} steps of {training.gradient_accumulation_steps} x {training.batch_size} rows"
+        + (f" ({per_epoch:,} steps an epoch)" if per_epoch else "")
+        + f", {config.optimizer.type}, "
         f"{training.lr_scheduler_type} from {training.learning_rate:g}"
     )
     if config.ignored:
         lines.append(f"config     no effect here: {', '.join(config.ignored)}")
     return lines
+
+
+def _describe_data(data: DataSet) -> str:
+    stats, rows = data.train_statistics, f"rows of {data.sequence_length}"
+    if stats is None:
+        return f"data       streamed ({data.format}), {rows}"
+    if len(data.train_rows) < stats.samples:
+        rows += f", {stats.tokens / (len(data.train_rows) * data.sequence_length):.1%} filled"
+    supervised = stats.supervised_tokens / max(stats.tokens, 1)
+    return f"data       {stats.samples:,} samples ({data.format}), {stats.tokens:,} tokens, {supervised:.0%} supervised, {rows}"
+
+
+def describe_counts(stats: Statistics | StreamLoader) -> list[str]:
+    """What was altered or left out, and why, a line for each reason."""
+    return [
+        f"data       {what} {count:,}: {reason}"
+        for what, counts in (("changed", stats.changed), ("dropped", stats.dropped))
+        for reason, count in counts.items()
+    ]
 
 
 def describe_needs(config: Config, prepared: Preparation) -> str:

@@ -20,7 +20,7 @@ from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import loader
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.models.spec import Batch
-from megatrain_jax.preparation import Preparation, describe, describe_plan, plan, prepare, resumed_plan
+from megatrain_jax.preparation import Preparation, describe, describe_counts, describe_plan, plan, prepare, resumed_plan
 from megatrain_jax.report.meter import Meter
 from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
 from megatrain_jax.report.plot import plot_loss
@@ -170,6 +170,9 @@ class Trainer:
             if self._profile:
                 record.close()  # what is still to be seen belongs to the last step
                 if line := self._profile.finish():
+                    progress.message(line)
+            if config.dataset.streaming:  # known only now
+                for line in describe_counts(prepared.batches):
                     progress.message(line)
             interrupted, folder = at.step < prepared.total_steps, None
             if interrupted:

@@ -76,7 +76,7 @@ def test_what_is_dumped_loads_back_equal(seed, folder):
     paths = {
         ModelConfig: {"name": str(folder / "model"), "tokenizer": rng.choice([None, str(folder)])},
         DatasetConfig: {"path": data, "chat_template": rng.choice([None, "{{ x }}", data])}
-        | {"cache_dir": str(folder)}
+        | {"cache_dir": str(folder), "streaming": False}
         | rng.choice([{"eval_path": data, "val_size": 0}, {"eval_path": None, "val_size": rng.choice([0.25, 7])}]),
         config_module.TrainingConfig: {"resume_from_checkpoint": rng.choice(["auto", "none", str(folder)])},
     }
@@ -278,6 +278,8 @@ ERRORS = [
     ("seed=-1", "seed: expected a whole number >= 0, got -1"),
     ("eval.eval_strategy=epoch", "eval.eval_strategy: 'epoch' needs dataset.eval_path or dataset.val_size"),
     ("eval.eval_on_start=true", "eval.eval_on_start: True needs dataset.eval_path or dataset.val_size"),
+    ("dataset.streaming=true", "training.num_steps: with dataset.streaming the end of an epoch is not known; set it"),
+    ("dataset.packing=bfd", "dataset.packing: expected none or best_fit or wrapped, got 'bfd'"),
     ("training.num_steps=[", "training.num_steps: line 1: not valid YAML"),
     ("training.num_steps", "training.num_steps: expected section.key=value"),
     ("model.config_overrides.a=1", "model.config_overrides.a=1: expected section.key=value"),
@@ -325,6 +327,21 @@ def test_a_broken_file(text, message, folder):
     assert str(error.value).startswith(message)
     assert str(error.value).endswith("broken.yaml)")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, sections",
+    [
+        ("dataset.val_size", {"dataset": {"val_size": 3}}),
+        ("checkpoint.save_strategy", {"checkpoint": {"save_strategy": "epoch"}}),
+        ("eval.eval_strategy", {"dataset": {"eval_path": "eval.jsonl"}, "eval": {"eval_strategy": "epoch"}}),
+    ],
+)
+def test_streaming_knows_no_epochs(folder, key, sections):
+    sections = {"training": {"num_steps": 3}} | sections
+    path = write(folder, **sections)
+    with pytest.raises(UserError, match=f"^{key}: with dataset.streaming the end of an epoch is not known; "):
+        load_config(path, ["dataset.streaming=true"])
 
 
 def test_spellings_that_contradict_each_other(folder):

@@ -69,6 +69,11 @@ class Samples(Sequence[Sample]):
         return int(self.columns["asked"][self.chosen].sum(dtype=np.int64))
 
 
+NO_SAMPLES = Samples(
+    {name: np.zeros(0, dtype) for name, dtype in _COLUMNS.items()}, np.zeros(1, np.int64), np.zeros(0, np.int64)
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """What a cache holds.

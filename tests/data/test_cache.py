@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import cache, loader
+from megatrain_jax.data import cache
+from megatrain_jax.data import dataset as datasets
 from megatrain_jax.data.chat import Sample
 from megatrain_jax.data.tokenizer import with_chat_template
 
@@ -202,13 +203,13 @@ def caches(folder):
 def test_what_matters_makes_a_new_cache_and_nothing_else_does(section, jsonl, tokenizer, tmp_path):
     file, folder = jsonl(*map(dialogue, range(9))), tmp_path / "caches"
     config = section(file, cache_dir=str(folder))
-    loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     (first,) = caches(folder)
     times = (folder / first / "meta.json").stat().st_mtime_ns
 
     def made(tokenizer=tokenizer, vocab_size=400, **changes):
         before = caches(folder)
-        loader.prepare(dataclasses.replace(config, **changes), tokenizer, seed=1, vocab_size=vocab_size)
+        datasets.prepare(dataclasses.replace(config, **changes), tokenizer, seed=1, vocab_size=vocab_size)
         return len(caches(folder) - before)
 
     same = {"packing": "best_fit", "shuffle": False, "num_workers": 0, "val_size": 2, "pad_to_multiple_of": 64}
@@ -229,22 +230,22 @@ def test_what_matters_makes_a_new_cache_and_nothing_else_does(section, jsonl, to
 
 def test_a_file_that_changes_while_it_is_read_is_refused(section, jsonl, tokenizer, tmp_path, monkeypatch):
     file = jsonl(*map(dialogue, range(9)))
-    make = loader.make_samples
+    make = datasets.make_samples
 
     def make_and_change(*args):
         with open(file, "a", encoding="utf-8") as opened:
             opened.write("\n")
         return make(*args)
 
-    monkeypatch.setattr(loader, "make_samples", make_and_change)
+    monkeypatch.setattr(datasets, "make_samples", make_and_change)
     config = section(file, cache_dir=str(tmp_path / "caches"))
     with pytest.raises(UserError, match=r"rows\.jsonl: changed while it was read"):
-        loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert not caches(tmp_path / "caches")
 
 
 def test_tokens_stay_on_the_disk(section, jsonl, tokenizer, tmp_path):
-    dataset = loader.prepare(section(jsonl(*map(dialogue, range(9)))), tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(section(jsonl(*map(dialogue, range(9)))), tokenizer, seed=0, vocab_size=400)
     for field in dataset.train[4]:
         owner = field
         while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
@@ -256,14 +257,14 @@ def test_tokens_stay_on_the_disk(section, jsonl, tokenizer, tmp_path):
 def test_a_second_start_is_quick(section, jsonl, tokenizer, monkeypatch):
     config = section(jsonl(*map(dialogue, range(2000))))
     start = time.perf_counter()
-    first = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    first = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     took = time.perf_counter() - start
 
     def not_again(*args):
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(loader, "make_samples", not_again)
+    monkeypatch.setattr(datasets, "make_samples", not_again)
     start = time.perf_counter()
-    second = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    second = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert time.perf_counter() - start < took
     assert (first.train_statistics, first.format) == (second.train_statistics, second.format)

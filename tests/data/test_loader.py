@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 
 import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
+from megatrain_jax.data import dataset as datasets
 from megatrain_jax.data import loader, samples
 
 
@@ -18,7 +20,7 @@ def dialogue(i):
 
 def prepared(section, jsonl, tokenizer, rows=23, **changes):
     config = section(jsonl(*map(dialogue, range(rows))), **changes)
-    return loader.prepare(config, tokenizer, seed=3, vocab_size=400)
+    return datasets.prepare(config, tokenizer, seed=3, vocab_size=400)
 
 
 def rows_of(batches):
@@ -74,6 +76,116 @@ def test_a_step_is_the_same_however_it_is_reached(section, jsonl, tokenizer):
     assert not all(same(make(4).step(n), through[n]) for n in range(20))
 
 
+def pieces_of(batches):
+    """Tokens of every segment, and the supervised targets of all."""
+    found, asked = [], []
+    for batch in batches:
+        for ids, targets, weights, positions, segments in zip(*batch, strict=True):
+            asked += targets[weights > 0].tolist()
+            for segment in range(1, segments.max(initial=0) + 1):
+                found.append(tuple(ids[segments == segment]))
+                assert positions[segments == segment].tolist() == list(range(len(found[-1])))
+    return found, sorted(asked)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 60))]
+)
+@pytest.mark.parametrize("how", ["none", "best_fit", "wrapped"])
+def test_an_epoch_is_the_data_set_once_however_it_is_cut_up(section, jsonl, tokenizer, seed, how):
+    """Any sizes, formats, packing and interruptions; a run that is broken off continues with the very next step."""
+    rng = np.random.default_rng(seed)
+    rows = [dialogue("very " * int(rng.integers(0, 12)) + str(i)) for i in range(rng.integers(1, 40))]
+    folder = jsonl(*rows).parent
+    jsonl(
+        *[{"text": "The end of it. " * int(rng.integers(1, 20))} for _ in range(rng.integers(0, 4))], name="texts.jsonl"
+    )
+    dataset = datasets.prepare(section(folder, packing=how), tokenizer, seed=0, vocab_size=400)
+    batch_size, micro_batches = map(int, rng.integers(1, 6, 2))
+
+    def make():
+        return loader.TrainLoader(dataset, batch_size, micro_batches, seed=seed, shuffle=seed % 3 > 0)
+
+    stream, steps, epochs = make(), [], 2
+    while len(steps) < epochs * stream.steps_per_epoch:
+        run = make().steps(len(steps), epochs * stream.steps_per_epoch)
+        steps += itertools.islice(run, int(rng.integers(1, 5)))
+        run.close()
+    assert all(same(step, stream.step(n)) for n, step in enumerate(steps))
+    for epoch in range(epochs):
+        mine = steps[epoch * stream.steps_per_epoch : (epoch + 1) * stream.steps_per_epoch]
+        found, asked = pieces_of([batch for step in mine for batch in step])
+        expected = [tuple(sample.token_ids) for sample in dataset.train]
+        if how == "wrapped":
+            assert sorted(itertools.chain(*found)) == sorted(itertools.chain(*expected))
+        else:
+            assert sorted(found) == sorted(expected)
+        assert asked == sorted(token for sample in dataset.train for token in sample.token_ids[sample.supervised])
+
+
+def test_packing_changes_what_shares_a_row_and_nothing_else(section, jsonl, tokenizer):
+    alone, packed = (prepared(section, jsonl, tokenizer, val_size=7, packing=how) for how in ("none", "best_fit"))
+    assert samples_of(alone.train) == samples_of(packed.train)
+    assert alone.train_statistics == packed.train_statistics
+    assert len(packed.train_rows) < len(packed.train) == len(alone.train_rows)
+    assert packed.sequence_length > alone.sequence_length
+    found, asked = pieces_of(loader.eval_batches(packed, 2))
+    assert sorted(found) == sorted(tuple(sample.token_ids) for sample in packed.eval) and asked
+    assert len(list(loader.eval_batches(packed, 1))) == len(packed.eval_rows) < 7
+
+
+def test_long_text_fills_rows_without_a_seam(section, tokenizer, tmp_path):
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+    (tmp_path / "a.txt").write_text(text)
+    dataset = datasets.prepare(section(tmp_path, max_seq_len=16, packing="wrapped"), tokenizer, seed=0, vocab_size=400)
+    tokens = [*tokenizer.encode(text), tokenizer.eos_id]
+    assert (len(dataset.train), dataset.train_statistics.tokens) == (1, len(tokens))
+    assert dataset.train_statistics.changed == dataset.train_statistics.dropped == {}
+    stream = loader.TrainLoader(dataset, 4, 1, seed=0, shuffle=False)
+    batches = [stream.step(n)[0] for n in range(stream.steps_per_epoch)]
+    assert np.concatenate([b.token_ids[b.segment_ids > 0] for b in batches]).tolist() == tokens
+    assert np.concatenate([b.targets[b.loss_weights > 0] for b in batches]).tolist() == tokens[1:]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_change_nothing(section, jsonl, tokenizer, tmp_path, monkeypatch, count):
+    monkeypatch.setattr(datasets, "_IN_THIS_PROCESS", 4)
+    monkeypatch.setattr(datasets, "_CHUNK", 3)
+    file = jsonl(*map(dialogue, range(50)), {"messages": dialogue(1)["messages"][:1]})
+    made = [
+        datasets.prepare(
+            section(file, num_workers=n, cache_dir=str(tmp_path / str(n))), tokenizer, seed=0, vocab_size=400
+        )
+        for n in (0, count)
+    ]
+    assert samples_of(made[0].train) == samples_of(made[1].train)
+    assert made[0].train_statistics == made[1].train_statistics and made[0].train_statistics.dropped
+    with open(file, "a", encoding="utf-8") as opened:
+        opened.write('{"messages": []}\n' + "{}\n" * 20)
+    with pytest.raises(UserError, match=r"rows\.jsonl:52: empty conversation"):
+        datasets.prepare(section(file, num_workers=count), tokenizer, seed=0, vocab_size=400)
+    config = section(jsonl(*map(dialogue, range(99))), num_workers=count, max_seq_len=4, overlong="error")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: \d+ tokens, more than"):
+        datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
+
+
+def test_the_next_steps_are_ready_before_they_are_asked_for(section, jsonl, tokenizer):
+    stream = loader.TrainLoader(prepared(section, jsonl, tokenizer), 2, 1, seed=3, shuffle=True)
+    made, plain = [threading.Event() for _ in range(30)], stream.step
+
+    def step(n):
+        batches = plain(n)
+        made[n].set()
+        return batches
+
+    stream.step = step
+    for n, _ in enumerate(stream.steps(0, 20)):
+        for ahead in range(n + 1, min(n + 3, 20)):  # while the device is busy with step n
+            assert made[ahead].wait(timeout=30), f"step {ahead} is not made while step {n} runs"
+        assert not made[n + 3].is_set()
+
+
 def data_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
@@ -127,14 +239,14 @@ def test_split_is_seeded_and_divides(section, jsonl, tokenizer, val_size, expect
     assert samples_of(again.eval) == samples_of(dataset.eval)
     if val_size == 5:
         config = section(jsonl(*map(dialogue, range(23))), val_size=5)
-        other = loader.prepare(config, tokenizer, seed=4, vocab_size=400)
+        other = datasets.prepare(config, tokenizer, seed=4, vocab_size=400)
         assert samples_of(other.eval) != samples_of(dataset.eval)
 
 
 def test_turns_of_one_conversation_are_not_split_apart(section, jsonl, tokenizer, templates):
     rows = [{"messages": 2 * dialogue(i)["messages"]} for i in range(6)]
     config = section(jsonl(*rows), chat_template=templates.reasoning, val_size=2)
-    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert (len(dataset.train), len(dataset.eval)) == (8, 4)
     assert dataset.train_statistics.changed == {samples.SPLIT: 6}
     assert len({sample.token_ids[:12].tobytes() for sample in dataset.eval}) == 2
@@ -143,16 +255,16 @@ def test_turns_of_one_conversation_are_not_split_apart(section, jsonl, tokenizer
 def test_evaluation_data_of_its_own(section, jsonl, tokenizer):
     held_out = jsonl(*map(dialogue, (100, 10**9)), name="eval.jsonl")
     config = section(jsonl(*map(dialogue, range(9))), eval_path=str(held_out), max_samples=1)
-    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert (len(dataset.train), len(dataset.eval)) == (1, 2)
     assert "100" in tokenizer.decode(dataset.eval[0].token_ids)
     assert rows_of(loader.eval_batches(dataset, 2)) == samples_of(dataset.eval)  # longer than those of training
     config = dataclasses.replace(config, val_size=2)
     with pytest.raises(UserError, match=r"dataset\.val_size: 2 and dataset\.eval_path are both set"):
-        loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     config = dataclasses.replace(config, val_size=0, eval_path="none.jsonl")
     with pytest.raises(UserError, match=r"dataset\.eval_path: no such file"):
-        loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
 
 
 def test_statistics_count_what_the_batches_hold(section, jsonl, tokenizer):
@@ -177,7 +289,7 @@ def overlong_rows():
 
 
 def test_overlong_samples_are_truncated_and_counted(section, jsonl, tokenizer):
-    dataset = loader.prepare(section(jsonl(*overlong_rows())), tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(section(jsonl(*overlong_rows())), tokenizer, seed=0, vocab_size=400)
     assert [len(sample.token_ids) for sample in dataset.train] == [len(dataset.train[0].token_ids), 64]
     assert all(sample.supervised.any() for sample in dataset.train)
     assert dataset.train_statistics.changed == {samples.TRUNCATED: 1}
@@ -187,7 +299,7 @@ def test_overlong_samples_are_truncated_and_counted(section, jsonl, tokenizer):
 
 def test_overlong_samples_are_dropped_and_counted(section, jsonl, tokenizer):
     config = section(jsonl(*overlong_rows()), overlong="drop")
-    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert len(dataset.train) == 1
     assert dataset.train_statistics.changed == {}
     assert dataset.train_statistics.dropped == {samples.TOO_LONG: 2, samples.UNSUPERVISED: 1}
@@ -197,7 +309,7 @@ def test_overlong_samples_are_dropped_and_counted(section, jsonl, tokenizer):
 def test_overlong_samples_are_refused(section, jsonl, tokenizer):
     file = jsonl(*overlong_rows())
     with pytest.raises(UserError, match=rf"{file}:2: \d+ tokens, more than dataset\.max_seq_len 64"):
-        loader.prepare(section(file, overlong="error"), tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(section(file, overlong="error"), tokenizer, seed=0, vocab_size=400)
 
 
 @pytest.mark.parametrize("val_size", [0, 2])
@@ -206,7 +318,7 @@ def test_long_text_loses_no_target(section, tokenizer, tmp_path, val_size):
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("")
     config = section(tmp_path, max_seq_len=16, val_size=val_size)
-    dataset = loader.prepare(config, tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     targets = [token for _, asked in samples_of([*dataset.train, *dataset.eval]) for token in asked]
     assert sorted(targets) == sorted([*tokenizer.encode(text), tokenizer.eos_id][1:])
     assert dataset.format == "text"
@@ -217,17 +329,17 @@ def test_long_text_loses_no_target(section, tokenizer, tmp_path, val_size):
 def test_formats_of_several_files(section, jsonl, tokenizer):
     folder = jsonl(dialogue(1), name="a.jsonl").parent
     jsonl({"text": "The end."}, name="b.jsonl")
-    dataset = loader.prepare(section(folder), tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(section(folder), tokenizer, seed=0, vocab_size=400)
     assert dataset.format == "messages+text"
     assert len(dataset.train) == 2
 
 
 def test_data_that_nothing_can_be_learnt_from(section, jsonl, tokenizer):
     with pytest.raises(UserError, match=r"dataset\.path: no samples in "):
-        loader.prepare(section(jsonl()), tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(section(jsonl()), tokenizer, seed=0, vocab_size=400)
     silent = section(jsonl(*[{"messages": dialogue(i)["messages"][:1]} for i in range(12)]))
     with pytest.raises(UserError, match=r"dataset\.path: no supervised tokens in any of the 12 samples found"):
-        loader.prepare(silent, tokenizer, seed=0, vocab_size=400)
+        datasets.prepare(silent, tokenizer, seed=0, vocab_size=400)
     for val_size in (3, 4):
         with pytest.raises(UserError, match=rf"dataset\.val_size: {val_size} of 3 records leaves one side empty"):
             prepared(section, jsonl, tokenizer, rows=3, val_size=val_size)
@@ -238,8 +350,8 @@ def test_tokens_without_a_row_in_the_embedding(section, jsonl, tokenizer):
     bare = dataclasses.replace(tokenizer, chat_template=None)
     highest = max(bare.encode("b c The"))
     assert highest > 2
-    loader.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest + 1)
+    datasets.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest + 1)
     with pytest.raises(
         UserError, match=rf"vocabulary larger than the embedding: token id {highest} in .*rows\.jsonl:2"
     ):
-        loader.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest)
+        datasets.prepare(section(jsonl(*rows)), bare, seed=0, vocab_size=highest)

@@ -1,12 +1,16 @@
 """Loss and gradients of packed rows are those of the same samples, each alone in a row."""
 
+import shutil
+
 import numpy as np
 import pytest
 
+import megatrain_jax as mt
 from megatrain_jax.data import packing
 from megatrain_jax.data.chat import Sample
 from tests.conftest import small_spec
 from tests.end_to_end.test_devices import finish, start
+from tests.end_to_end.test_resume import assert_same_end
 from tests.reference import ODD, assert_same_gradients, execution, loss_and_grads, make_model, random_weights
 
 CAPACITY = 24
@@ -55,3 +59,24 @@ def test_packed_rows_on_eight_devices():
 def on_devices(how):
     """In a process of its own, on rows and sizes that the devices do not divide."""
     check(small_spec(2, sliding_window=5, qk_norm=True, **ODD), how, execution(devices=8))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        {"streaming": True, "packing": "best_fit", "buffer_size": 5},
+        pytest.param({"packing": "best_fit"}, marks=pytest.mark.exhaustive),
+        pytest.param({"packing": "wrapped"}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_run_on_packed_rows_resumes_with_the_next_sample(project, capsys, dataset):
+    sections = {"dataset": dataset, "training": {"num_steps": 4}, "checkpoint": {"save_steps": 1}}
+    mt.Trainer(project.config("whole", **sections)).fit()
+    first = capsys.readouterr().out
+    assert ("data       streamed (messages), rows of 48" in first) == ("streaming" in dataset)
+    whole, out = project.folder / "whole", project.folder / "out"
+    out.mkdir()
+    shutil.copytree(whole / "checkpoint-2", out / "checkpoint-2")
+    shutil.copy(whole / "metrics.jsonl", out / "metrics.jsonl")
+    mt.Trainer(project.config(**sections)).fit()
+    assert_same_end(whole, out, 4)

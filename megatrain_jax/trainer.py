@@ -22,7 +22,7 @@ from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.models.spec import Batch
 from megatrain_jax.preparation import Preparation, describe, describe_counts, describe_plan, plan, prepare, resumed_plan
 from megatrain_jax.report.meter import Meter
-from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes
+from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes, named_errors
 from megatrain_jax.report.plot import plot_loss
 from megatrain_jax.report.progress import Progress, make_progress
 from megatrain_jax.report.timeline import Profile
@@ -136,7 +136,8 @@ class Trainer:
         if resume:
             state.load(resume, model.store)
 
-        config.dump(self._output / "config.yaml")
+        with named_errors(self._output / "config.yaml"):
+            config.dump(self._output / "config.yaml")
         record = Recorder(self._listeners())
         updater = Updater(model.store, optimizer, record)
         settings = Settings(
@@ -179,7 +180,8 @@ class Trainer:
                 progress.message(f"stopped    at step {at.step} by {stop.signal}; {self._remedy()}")
             elif config.checkpoint.save_final:
                 folder = self._save_model(model, progress)
-        plot_loss(self._output / "metrics.jsonl", self._output / "loss.png")
+        with named_errors(self._output / "loss.png"):
+            plot_loss(self._output / "metrics.jsonl", self._output / "loss.png")
         return Summary(at.step, at.skipped_steps, loss, evaluator.last_loss, interrupted, folder)
 
     def _train(self, at: Position, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop):

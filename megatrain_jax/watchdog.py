@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
 import os
 import sys
 import threading
@@ -46,8 +45,6 @@ def end_process(message: str) -> NoReturn:
     """Ends the process, whatever its threads are in, with exit code 1. The message is the last line on stderr."""
     faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
     print(f"error: {message}", file=sys.__stderr__, flush=True)
-    for child in multiprocessing.active_children():
-        child.kill()
     os._exit(1)
 
 

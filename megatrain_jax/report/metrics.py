@@ -29,7 +29,7 @@ class MetricsLog:
         if resume_step is not None and self._path.exists():
             kept = [record for record in read_metrics(self._path) if record["step"] <= resume_step]
         part = self._path.with_name(f"{self._path.name}.part")
-        with open(part, "w", encoding="utf-8") as file:
+        with named_errors(self._path), open(part, "w", encoding="utf-8") as file:
             file.writelines(f"{json.dumps(record, allow_nan=False)}\n" for record in kept)
             file.flush()
             os.fsync(file.fileno())
@@ -44,27 +44,28 @@ class MetricsLog:
         """
         nonfinite: list[str] = []
         plain = _plain(record, "", nonfinite) | ({"nonfinite": nonfinite} if nonfinite else {})
-        with self._named_errors():
+        with named_errors(self._path):
             self._file.write(f"{json.dumps(plain, allow_nan=False)}\n")
             self._file.flush()
 
     def close(self) -> None:
-        with self._named_errors():
+        with named_errors(self._path):
             self._file.close()
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """A write that fails, unlike an open, does not say where."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def named_errors(path: str | os.PathLike) -> Iterator[None]:
+    """Adds to an OSError which file it is about: a write that fails, unlike an open, does not say."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or os.fspath(path)) from error
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:

@@ -59,6 +59,25 @@ SHAPES = {
         num_key_value_heads=8,
         vocab_size=152064,
     ),
+    "30b-a3b": dict(
+        model_type="qwen3_moe",
+        architectures=["Qwen3MoeForCausalLM"],
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.001,
+        max_position_embeddings=1 << 20,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+    ),
     "tiny": _QWEN2
     | dict(
         hidden_size=64,
@@ -66,6 +85,18 @@ SHAPES = {
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
+        vocab_size=1000,
+    ),
+    "tiny-experts": dict(
+        model_type="qwen3_moe",
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=1 << 20,
         vocab_size=1000,
     ),
 }
@@ -265,21 +296,35 @@ def shares(result: dict, events: list, marks: list[float], *, devices: int) -> d
 
 
 def model_flops_per_token(spec, seq: int) -> int:
-    """Of forward and backward: matmuls once, causal attention once, no recompute and no embedding lookup."""
-    from megatrain_jax.models.blocks import model_tensors
+    """Of forward and backward: matmuls once, causal attention once, no recompute and no embedding lookup.
 
-    shapes = {name: shape for name, shape in model_tensors(spec).items() if name != "model.embed_tokens.weight"}
-    matmuls = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2)
-    if spec.tie_word_embeddings:
-        matmuls += spec.vocab_size * spec.hidden_size
-    return 6 * matmuls + sum(6 * layer.num_heads * layer.head_dim * seq for layer in spec.layers)
+    Of experts, those that a token goes to.
+    """
+    from megatrain_jax.models.blocks import tensor_shapes
+
+    matmuls = spec.vocab_size * spec.hidden_size
+    for layer in spec.layers:
+        for path, shape in tensor_shapes(layer).items():
+            if len(shape) == 3 and ".experts." in path:
+                matmuls += math.prod(shape) * layer.moe.top_k // layer.moe.num_experts
+            elif len(shape) == 2 and not path.endswith("bias"):
+                matmuls += math.prod(shape)
+    return 6 * matmuls + 3 * sum(attention_flops_per_token(layer, seq) for layer in spec.layers)
+
+
+def attention_flops_per_token(layer, seq: int) -> int:
+    """Of forward: scores and their products with the values, half of which causality leaves."""
+    value_dim = layer.latent.value_dim if layer.latent else layer.head_dim
+    return layer.num_heads * (layer.head_dim + value_dim) * seq
 
 
 def recomputed_flops_per_token(spec, seq: int, plan) -> int:
     """Of the layers that keep nothing but their input: a forward without the last projection, which backward never reads."""
     layers = spec.layers[: len(spec.layers) - plan.keep_layers]
-    weights = sum(layer.num_parameters - layer.hidden_size * layer.intermediate_size for layer in layers)
-    return 2 * weights + sum(2 * layer.num_heads * layer.head_dim * seq for layer in layers)
+    last = lambda s: s.top_k * s.intermediate_size + s.shared_size  # noqa: E731
+    inner = {layer: last(layer.moe) if layer.moe else layer.intermediate_size for layer in layers}
+    weights = sum(layer.active_parameters - layer.hidden_size * inner[layer] for layer in layers)
+    return 2 * weights + sum(attention_flops_per_token(layer, seq) for layer in layers)
 
 
 class HostMemory:

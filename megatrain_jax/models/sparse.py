@@ -160,6 +160,7 @@ def _deepseek_v2(config: Mapping[str, Any]) -> ModelSpec:
     defaults = {"vocab_size": 102400, "first_k_dense_replace": 0, "moe_intermediate_size": 1407}
     defaults |= {"n_routed_experts": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"}
     config = {**DEFAULTS, **_DEEPSEEK, **defaults, **_one_name(config, "num_experts", "n_routed_experts")}
+    only(config, "router_aux_loss_coef", 0)
     # transformers reads the key and does not normalise.
     only(config, "norm_topk_prob", False)
     only(config, "scoring_func", "softmax")
@@ -258,6 +259,7 @@ def _groups(config: Mapping[str, Any], group_score: str = "max") -> dict[str, An
 def _sigmoid_experts(config: Mapping[str, Any]) -> MoESpec:
     """The experts of DeepSeek V3, whose balance is kept by a bias of the choice and not by a loss."""
     config = {"norm_topk_prob": True, **config}
+    only(config, "router_aux_loss_coef", 0)
     only(config, "scoring_func", "sigmoid")
     only(config, "topk_method", "noaux_tc")
     return dataclasses.replace(

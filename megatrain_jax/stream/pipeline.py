@@ -44,7 +44,6 @@ class Settings(NamedTuple):
       keep_layers: this many of the last layers keep their intermediates on the device and are not recomputed.
       max_grad_norm: global norm that gradients are scaled down to; 0 is off.
       skip_nonfinite: a step whose gradient or loss is not finite changes nothing.
-      router_aux_loss_coef: of the auxiliary loss that keeps experts equally busy; None is the model's own.
     """
 
     group_size: int | None = None
@@ -52,7 +51,6 @@ class Settings(NamedTuple):
     keep_layers: int = 0
     max_grad_norm: float = 0.0
     skip_nonfinite: bool = True
-    router_aux_loss_coef: float | None = None
 
 
 class StepOutcome(NamedTuple):
@@ -145,8 +143,6 @@ class Pipeline:
         self._head = len(self._blocks) - 1
         trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
         self._lowest = min(trainable, default=self._head)
-        coefficient = settings.router_aux_loss_coef
-        self._router_coefficient = store.spec.router_aux_loss_coef if coefficient is None else coefficient
         self._waited = 0.0
         self._forward_end: concurrent.futures.Future[float] | None = None
 
@@ -191,7 +187,7 @@ class Pipeline:
         weights = self._stream([i for _ in groups for i in (*there, *again)])
         run, ahead = self._run_for(micro_batches), _RunAhead()
         losses, sumsq, balance = [], np.float32(0), None
-        if self._router_coefficient and len(groups) > 1:
+        if self.store.spec.router_aux_loss_coef and len(groups) > 1:
             raise ValueError(
                 "the auxiliary loss of routers is one of the whole step, so micro-batches cannot go in groups"
             )
@@ -200,7 +196,7 @@ class Pipeline:
             kept = Activations(run.mesh, offload=self.settings.offload_activations)
             xs, stats = self._forward(run, ahead, weights, placed, kept)
             if stats is not None:
-                balance, stats = templates.router_loss(stats, np.float32(self._router_coefficient))
+                balance, stats = templates.router_loss(stats, np.float32(self.store.spec.router_aux_loss_coef))
             loss, dxs, tied, sumsq = self._backward_head(run, ahead, weights, placed, xs, sumsq, scale, sink)
             losses += loss
             del xs

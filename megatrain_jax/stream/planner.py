@@ -7,6 +7,7 @@ import itertools
 import math
 
 from megatrain_jax.config import MemoryConfig, UserError
+from megatrain_jax.models.experts import num_rows
 from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
 GIB = 2**30
@@ -64,11 +65,25 @@ def working_bytes(spec: ModelSpec, *, rows: int, seq: int, itemsize: int, loss_t
     tokens = rows * seq
     layer = max((block.num_parameters for block in spec.layers), default=0)
     table = spec.vocab_size * spec.hidden_size
-    inner = max((5 * s.intermediate_size + 4 * s.hidden_size for s in spec.layers), default=0)
-    in_layer = layer * (5 * itemsize + 4 * accumulate) + tokens * inner * itemsize
+    inner = max((values_in_backward(s, tokens) for s in spec.layers), default=0)
+    # The gradient of the largest tensor of experts is added up in float32.
+    sums = max(
+        (4 * 2 * s.moe.num_experts * s.moe.intermediate_size * s.hidden_size for s in spec.layers if s.moe), default=0
+    )
+    in_layer = layer * (5 * itemsize + 4 * accumulate) + sums + inner * itemsize
     in_head = table * (2 * itemsize + 4) + min(loss_tile, tokens) * spec.vocab_size * 12 + 4 * tokens * spec.hidden_size
     kept = table * 4 if spec.tie_word_embeddings else 0
     return max(in_layer + kept, in_head + layer * itemsize)
+
+
+def values_in_backward(layer: LayerSpec, tokens: int) -> int:
+    """Values that exist at once in a layer's backward besides weights."""
+    if layer.moe is None:
+        return tokens * (5 * layer.intermediate_size + 4 * layer.hidden_size)
+    s = layer.moe
+    rows = num_rows(tokens * s.top_k, s.num_experts) * (4 * layer.hidden_size + 6 * s.intermediate_size)
+    # Logits and probabilities of the router are float32.
+    return rows + tokens * (5 * s.shared_size + 4 * layer.hidden_size + 6 * s.num_experts)
 
 
 def make_plan(
@@ -123,7 +138,8 @@ def make_plan(
         # Without a memory of its own, what the device takes is the host's.
         return Plan(group, offload, state, gradients, kept, working, host + device * (not own_memory), device)
 
-    groups = range(micro_batches, 0, -1)
+    # An auxiliary loss of the whole step is known only when all of it has been forward.
+    groups = [micro_batches] if spec.router_aux_loss_coef else range(micro_batches, 0, -1)
     on_device, in_host = ([sized(group, offload) for group in groups] for offload in (False, True))
     if not own_memory or memory.offload_activations is False:
         choices = on_device
@@ -134,7 +150,7 @@ def make_plan(
     for plan in choices:
         if plan.host <= host_budget and plan.device <= device_budget:
             return plan
-    raise _refusal(choices[-1], host_budget, device_budget, f"{rows} x {seq} tokens")
+    raise _refusal(choices[-1], host_budget, device_budget, f"{rows} x {seq} tokens", bool(spec.router_aux_loss_coef))
 
 
 def spend_room(
@@ -182,7 +198,7 @@ def spend_room(
         wanted = min(memory.resident_blocks, len(order))
     elif own_memory and not tight:
         forward = 2 * tokens * micro_batches / DEVICE_FLOPS  # seconds a parameter
-        hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.num_parameters for layer in layers)
+        hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.active_parameters for layer in layers)
         streamed = [sum(spec.blocks[block].num_parameters for block in order[n:]) for n in range(len(order) + 1)]
         wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
     # Master, moments, and the gradient while it is held; the copy that computes is one of those in flight.
@@ -197,7 +213,7 @@ def spend_room(
     # The input of a layer is part of the plan already.
     costs = [
         itemsize
-        * (plan.group_size * tokens * (intermediates_per_token(layer) - layer.hidden_size) + layer.num_parameters)
+        * (plan.group_size * (intermediates(layer, tokens) - tokens * layer.hidden_size) + layer.num_parameters)
         for layer in reversed(layers)
     ]
     if memory.keep_intermediates == "auto":
@@ -219,11 +235,18 @@ def spend_room(
     )
 
 
-def intermediates_per_token(layer: LayerSpec) -> int:
-    """Values that a layer keeps for each token: its input and `models.blocks.INTERMEDIATES`."""
+def intermediates(layer: LayerSpec, tokens: int) -> int:
+    """Values that a layer keeps for so many tokens: its input and `models.blocks.INTERMEDIATES`."""
+    values = layer.num_heads * (layer.latent.value_dim if layer.latent else layer.head_dim)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    attention = queries + (queries + 2 * values if layer.latent else queries + 2 * keys)
     normed = (layer.norms.attention_out is not None) + (layer.norms.mlp_out is not None)
-    return 2 * queries + 2 * keys + 2 * layer.intermediate_size + (2 + normed) * layer.hidden_size
+    rest = attention + (2 + normed) * layer.hidden_size
+    if layer.moe is None:
+        return tokens * (rest + 2 * layer.intermediate_size)
+    s = layer.moe
+    rows = num_rows(tokens * s.top_k, s.num_experts)
+    return tokens * (rest + 2 * s.shared_size + s.top_k) + rows * 2 * s.intermediate_size
 
 
 def _affordable(costs: list[float], room: float) -> int:
@@ -244,7 +267,7 @@ def _budget(setting: str | float, free: int | None) -> float:
     return math.inf if free is None else free
 
 
-def _refusal(least: Plan, host: float, device: float, batch: str) -> UserError:
+def _refusal(least: Plan, host: float, device: float, batch: str, whole_step: bool) -> UserError:
     """Why not even the plan that needs least can be had."""
     gib = lambda size: f"{size / GIB:.3g} GiB"  # noqa: E731
     if least.state + least.gradients > host:
@@ -254,8 +277,12 @@ def _refusal(least: Plan, host: float, device: float, batch: str) -> UserError:
             "an optimizer with less state (optimizer.type: lion or sgd)"
         )
     where, needed, there = ("host", least.host, host) if least.host > host else ("device", least.device, device)
+    batch, hint = f"a micro-batch of {batch}", ""
+    if whole_step and least.group_size > 1:
+        batch = f"{least.group_size} times {batch}, together because of the auxiliary loss of the whole step,"
+        hint = "; with model.config_overrides.router_aux_loss_coef: 0 they need not go together"
     return UserError(
-        f"memory.{where}_budget: a micro-batch of {batch} a device needs {gib(needed)} of {where} memory, of it "
+        f"memory.{where}_budget: {batch} a device needs {gib(needed)} of {where} memory, of it "
         f"{gib(least.activations)} for kept block inputs and {gib(least.working)} for work on a block, and there are "
-        f"{gib(there)}; lower training.batch_size or dataset.max_seq_len, or raise the budget"
+        f"{gib(there)}; lower training.batch_size or dataset.max_seq_len, or raise the budget{hint}"
     )

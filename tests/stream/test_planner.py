@@ -13,12 +13,12 @@ from megatrain_jax.config import MemoryConfig, OptimizerConfig, TrainingConfig, 
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.models.blocks import tensor_shapes
-from megatrain_jax.models.spec import Context
+from megatrain_jax.models.spec import Context, LatentSpec, MoESpec
 from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,
     MARGIN,
-    intermediates_per_token,
+    intermediates,
     make_plan,
     spend_room,
     state_bytes_per_parameter,
@@ -272,13 +272,49 @@ def test_what_is_asked_for_is_done_or_refused_with_figures(key, wanted):
         spent(MemoryConfig(**{key: wanted}), device_bytes=int(first.device / MARGIN) + 1)
 
 
-def test_kept_intermediates_are_what_the_template_keeps():
-    layer, run = SPEC.layers[0], execution()
+LATENT = dict(latent=LatentSpec(12, 16, 8, 8, 6), num_kv_heads=4, head_dim=16)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"moe": MoESpec(8, 2, 96, shared_size=64)}, LATENT], ids=["dense", "experts", "latent"]
+)
+def test_kept_intermediates_are_what_the_template_keeps(changes):
+    layer, run = (
+        small_spec(1, hidden_size=256, intermediate_size=512, **({"head_dim": 64} | changes)).layers[0],
+        execution(),
+    )
     weights = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(layer).items()}
     x = jax.ShapeDtypeStruct((2, 16, layer.hidden_size), np.float32)
     ids = jax.ShapeDtypeStruct((2, 16), np.int32)
     template = layer_forward_keeping(layer, run, frozenset(weights))
     *_, pullback = jax.eval_shape(template, weights, x, Context(ids, ids))
-    kept = sum(leaf.size for leaf in jax.tree.leaves(pullback) if leaf.ndim >= 3)
-    # What is not named and yet kept is small: the tables of the rotary embedding.
-    assert intermediates_per_token(layer) * 32 <= kept <= intermediates_per_token(layer) * 32 * 1.1
+    held = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+    for shape in tensor_shapes(layer).values():
+        held.remove(shape)
+    kept = sum(math.prod(shape) for shape in held)
+    # What is not named and yet kept is small: the tables of the rotary embedding, positions and segments.
+    assert intermediates(layer, 32) <= kept <= intermediates(layer, 32) * 1.1
+
+
+def test_experts_count_by_the_rows_that_they_compute():
+    layer = small_spec(1, hidden_size=64, moe=MoESpec(64, 4, 32)).layers[0]
+    dense = dataclasses.replace(layer, moe=None, intermediate_size=4 * 32)
+    for count in (planner.values_in_backward, planner.intermediates):
+        # Ten times the tokens take ten times the memory, whatever the number of experts; padding is bounded.
+        assert count(layer, 100_000) == pytest.approx(10 * count(layer, 10_000), rel=0.1)
+        assert count(dense, 100_000) < count(layer, 100_000) < 4 * count(dense, 100_000)
+
+
+def test_a_step_with_an_auxiliary_loss_is_not_cut_into_groups():
+    whole = plan(MemoryConfig(offload_activations=False))
+    tight = dict(memory=MemoryConfig(offload_activations=False), device_bytes=whole.device - 1)
+    assert plan(**tight).group_size < 4
+    sparse = dataclasses.replace(
+        SPEC, layers=tuple(dataclasses.replace(layer, moe=MoESpec(4, 2, 64)) for layer in SPEC.layers)
+    )
+    assert plan(**tight, spec=sparse).group_size == 4  # smaller experts fit
+    balanced = dataclasses.replace(sparse, router_aux_loss_coef=0.01)
+    fits = plan(MemoryConfig(offload_activations=False), spec=balanced).device
+    with pytest.raises(UserError, match="auxiliary loss of the whole step.*router_aux_loss_coef: 0"):
+        plan(MemoryConfig(offload_activations=False), spec=balanced, device_bytes=fits - 1)
+    assert plan(MemoryConfig(offload_activations=False), spec=sparse, device_bytes=fits - 1).group_size < 4

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
+from collections.abc import Callable
 
 from megatrain_jax.config import MemoryConfig, UserError
 from megatrain_jax.models.experts import num_rows
@@ -15,7 +15,7 @@ GIB = 2**30
 # What decides between two uses of the same memory, measured on one H200 and 16 host cores (docs/benchmarks.md). Only
 # their ratio matters, and only for speed.
 DEVICE_FLOPS = 600e12  # matmuls of a layer, a second
-HOST_UPDATES = 3e9  # parameters that the host's optimizer updates, a second, while copies run
+HOST_UPDATES = 3.6e9  # parameters that the host's optimizer updates, a second, while copies run
 MARGIN = 0.95  # of the budget; the rest is for what the estimates leave out
 
 
@@ -60,20 +60,44 @@ def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: 
     return (2 if split else 4) + wire + optimizer_bytes
 
 
-def working_bytes(spec: ModelSpec, *, rows: int, seq: int, itemsize: int, loss_tile: int, accumulate: bool) -> int:
-    """Device bytes of the widest moment of a step: weights in flight, gradients, and the intermediates of one block."""
-    tokens = rows * seq
+def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int) -> int:
+    """Device bytes of the loss with its gradients: the head's weights and gradients, a tile of logits, hidden states."""
+    table = spec.vocab_size * spec.hidden_size
+    layer = max((block.num_parameters for block in spec.layers), default=0)
+    tile = min(loss_tile, tokens) * spec.vocab_size * 12
+    return table * (2 * itemsize + 4) + tile + 4 * tokens * spec.hidden_size + layer * itemsize
+
+
+def layer_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool, kept: bool) -> int:
+    """Device bytes of a layer's backward: weights in flight, gradients, and what is computed with.
+
+    Args:
+      kept: the intermediates are kept and counted elsewhere; else they are computed again, and in these bytes.
+    """
     layer = max((block.num_parameters for block in spec.layers), default=0)
     table = spec.vocab_size * spec.hidden_size
-    inner = max((values_in_backward(s, tokens) for s in spec.layers), default=0)
+    inner = max(
+        (
+            values_in_backward(s, tokens) - kept * (intermediates(s, tokens) - tokens * s.hidden_size)
+            for s in spec.layers
+        ),
+        default=0,
+    )
     # The gradient of the largest tensor of experts is added up in float32.
     sums = max(
         (4 * 2 * s.moe.num_experts * s.moe.intermediate_size * s.hidden_size for s in spec.layers if s.moe), default=0
     )
-    in_layer = layer * (5 * itemsize + 4 * accumulate) + sums + inner * itemsize
-    in_head = table * (2 * itemsize + 4) + min(loss_tile, tokens) * spec.vocab_size * 12 + 4 * tokens * spec.hidden_size
-    kept = table * 4 if spec.tie_word_embeddings else 0
-    return max(in_layer + kept, in_head + layer * itemsize)
+    # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
+    head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
+    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + head
+
+
+def working_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, accumulate: bool) -> int:
+    """Device bytes of the widest moment of a step that keeps nothing but block inputs, without those."""
+    return max(
+        head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=loss_tile),
+        layer_bytes(spec, tokens=tokens, itemsize=itemsize, accumulate=accumulate, kept=False),
+    )
 
 
 def values_in_backward(layer: LayerSpec, tokens: int) -> int:
@@ -125,7 +149,7 @@ def make_plan(
     host_budget, device_budget = _budget(memory.host_budget, host_bytes), _budget(memory.device_budget, device_bytes)
     state = int(trained * state_bytes) + (spec.num_parameters - trained) * itemsize
     working = working_bytes(
-        spec, rows=rows, seq=seq, itemsize=itemsize, loss_tile=memory.loss_tile, accumulate=micro_batches > 1
+        spec, tokens=rows * seq, itemsize=itemsize, loss_tile=memory.loss_tile, accumulate=micro_batches > 1
     )
     input_bytes = (len(spec.layers) + 1) * rows * seq * spec.hidden_size * itemsize
 
@@ -186,13 +210,44 @@ def spend_room(
     """
     itemsize = 2 if dtype == "bfloat16" else 4
     layers = spec.layers
-    if own_memory:
-        room = MARGIN * _budget(memory.device_budget, device_bytes) - plan.device
-    else:
-        room = MARGIN * _budget(memory.host_budget, host_bytes) - plan.host
     tight = plan.offload_activations or plan.group_size < micro_batches
-
     order = [0, len(layers) + 1, *range(1, len(layers) + 1)]
+    # Master and moments, and the gradient from a block's backward on while it is held; the copy that computes is one of
+    # those in flight.
+    each, held = 4 + optimizer_bytes, itemsize * hold_gradients
+    at_head = head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=memory.loss_tile)
+    again, kept = (
+        layer_bytes(spec, tokens=tokens, itemsize=itemsize, accumulate=micro_batches > 1, kept=k) for k in (False, True)
+    )
+
+    def kept_bytes(keep: int) -> int:
+        """Of intermediates and weights; the input of a layer is part of the plan already."""
+        return sum(
+            itemsize
+            * (plan.group_size * (intermediates(layer, tokens) - tokens * layer.hidden_size) + layer.num_parameters)
+            for layer in layers[len(layers) - keep :]
+        )
+
+    def needed(resident: int, keep: int) -> int:
+        """The peak: at the loss, when all that is kept is there, or in the first layers' backward, when it is gone."""
+        if not own_memory:
+            return plan.host + kept_bytes(keep)
+        stay = sum(spec.blocks[block].num_parameters for block in order[:resident]) / devices
+        early = max(at_head, kept) if keep else at_head
+        late = again if keep < len(layers) else kept
+        inputs = plan.activations * (not plan.offload_activations)
+        return inputs + int(max(early + kept_bytes(keep) + stay * each, late + stay * (each + held)))
+
+    budget = MARGIN * (
+        _budget(memory.device_budget, device_bytes) if own_memory else _budget(memory.host_budget, host_bytes)
+    )
+
+    def most(key: str, wanted: int, cost: Callable[[int], int]) -> int:
+        fits = next((n for n in range(wanted, 0, -1) if cost(n) <= budget), 0)
+        if getattr(memory, key) != "auto" and fits < wanted:
+            raise _too_much(key, wanted, fits, cost(wanted) - cost(0), budget - cost(0))
+        return fits
+
     wanted = 0
     if memory.resident_blocks != "auto":
         wanted = min(memory.resident_blocks, len(order))
@@ -201,35 +256,18 @@ def spend_room(
         hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.active_parameters for layer in layers)
         streamed = [sum(spec.blocks[block].num_parameters for block in order[n:]) for n in range(len(order) + 1)]
         wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
-    # Master, moments, and the gradient while it is held; the copy that computes is one of those in flight.
-    each = 4 + optimizer_bytes + itemsize * hold_gradients
-    costs = [spec.blocks[b].num_parameters * each / devices for b in order[:wanted]]
-    resident = _affordable(costs, room)
-    taken = sum(costs[:resident])
-    if memory.resident_blocks != "auto" and resident < wanted:
-        raise _too_much("resident_blocks", wanted, resident, sum(costs), room)
-    room -= taken
-
-    # The input of a layer is part of the plan already.
-    costs = [
-        itemsize
-        * (plan.group_size * (intermediates(layer, tokens) - tokens * layer.hidden_size) + layer.num_parameters)
-        for layer in reversed(layers)
-    ]
-    if memory.keep_intermediates == "auto":
-        keep = 0 if tight else _affordable(costs, room)
-    else:
+    resident = most("resident_blocks", wanted, lambda n: needed(n, 0))
+    if memory.keep_intermediates != "auto":
         wanted = min(memory.keep_intermediates, len(layers))
-        keep = _affordable(costs[:wanted], room)
-        if keep < wanted:
-            raise _too_much("keep_intermediates", wanted, keep, sum(costs[:wanted]), room)
+    else:
+        wanted = 0 if tight else len(layers)
+    keep = most("keep_intermediates", wanted, lambda n: needed(resident, n))
     freed = int(sum(spec.blocks[block].num_parameters for block in order[:resident]) * state_bytes)
-    taken += sum(costs[:keep])
     return dataclasses.replace(
         plan,
         state=plan.state - freed,
-        host=plan.host - freed + int(taken) * (not own_memory),
-        device=plan.device + int(taken),
+        host=plan.host - freed if own_memory else needed(0, keep),
+        device=needed(resident, keep) if own_memory else plan.device + kept_bytes(keep),
         resident=tuple(sorted(order[:resident])),
         keep_layers=keep,
     )
@@ -247,11 +285,6 @@ def intermediates(layer: LayerSpec, tokens: int) -> int:
     s = layer.moe
     rows = num_rows(tokens * s.top_k, s.num_experts)
     return tokens * (rest + 2 * s.shared_size + s.top_k) + rows * 2 * s.intermediate_size
-
-
-def _affordable(costs: list[float], room: float) -> int:
-    """How many of the costs, in their order, fit into `room`."""
-    return sum(total <= room for total in itertools.accumulate(costs))
 
 
 def _too_much(key: str, wanted: int, fits: int, needed: float, room: float) -> UserError:

@@ -62,13 +62,43 @@ class ModelConfig:
     freeze: tuple[str, ...] = ()
 
 
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One of several sources of samples.
+
+    Attributes:
+      path: file, folder or glob.
+      format: how a sample is spelt; None is `DatasetConfig.format`.
+      weight: how often an epoch has each sample: 2 is twice, 0.5 is every other one.
+      columns, tags: as of `DatasetConfig`, for this source alone.
+      split: of a folder, only the files that have this word in their name.
+      num_samples: only the first this many samples; None is all.
+    """
+
+    path: str
+    format: Format | None = None
+    weight: Positive = 1.0
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    split: str | None = None
+    num_samples: Count | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
     """What is read, and how it becomes rows of tokens.
 
     Attributes:
-      path: file, folder or glob of the training samples.
-      format: how a sample is spelt; "auto" looks at the first one.
+      path: file, folder or glob of the training samples, or a list of them; see `SourceConfig` for what an entry may say.
+      name: instead of `path`, one or more data sets of a LLaMA-Factory registry, with commas between them.
+      dataset_dir: folder of that registry, dataset_info.json, and of the files that it names.
+      format: how a sample is spelt; "auto" looks at the first one of each file.
+      columns: which column holds which part of a sample: messages, prompt, query, response, history, system, tools, text.
+      tags: what turns call their keys and roles: role_tag, content_tag, user_tag, assistant_tag, observation_tag,
+        function_tag, system_tag.
       text_field: key of a plain text sample.
       query_field: key of the question in a question/answer pair.
       response_field: key of the answer in a question/answer pair.
@@ -95,12 +125,16 @@ class DatasetConfig:
         `TrainingConfig.num_steps`. A run that resumes reads again what it skips.
       buffer_size: with `streaming`, samples among which the order is drawn and rows are packed.
       shuffle: a new order every epoch, drawn from `Config.seed`.
-      eval_path: file, folder or glob of the evaluation samples; None with `val_size` 0 is no evaluation.
+      eval_path: file, folder or glob of the evaluation samples, or a list as `path`; None with `val_size` 0 is no evaluation.
       val_size: held out of `path` for evaluation: a fraction in [0, 1) or a whole number of samples.
     """
 
-    path: str
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text"] = "auto"
+    path: str | tuple[SourceConfig, ...] = ()
+    name: str | None = None
+    dataset_dir: str | None = None
+    format: Format = "auto"
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     text_field: str = "text"
     query_field: str = "query"
     response_field: str = "response"
@@ -119,7 +153,7 @@ class DatasetConfig:
     streaming: bool = False
     buffer_size: Count = 10_000
     shuffle: bool = True
-    eval_path: str | None = None
+    eval_path: str | tuple[SourceConfig, ...] | None = None
     val_size: Size | Fraction = 0
 
 
@@ -422,6 +456,7 @@ _PATHS = {
     "model.tokenizer": "give a local Hugging Face folder",
     "dataset.path": "give a file, a folder or a glob",
     "dataset.eval_path": "give a file, a folder or a glob",
+    "dataset.dataset_dir": "give the folder of a dataset_info.json",
     "dataset.chat_template": "give a .jinja file, a name or Jinja text",
     "training.resume_from_checkpoint": "give auto, none or a checkpoint folder",
 }
@@ -449,7 +484,9 @@ def _leaves(tree: Any, where: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(tree, Mapping):
         raise UserError(f"config: expected sections such as model and dataset, got {tree!r} {where}")
     for name, value in tree.items():
-        if name not in _SECTIONS:
+        if name == "dataset" and isinstance(value, str):
+            yield "dataset.name", value  # as LLaMA-Factory's files say it
+        elif name not in _SECTIONS:
             yield _FLAT.get(name, str(name)), value
         elif isinstance(value, Mapping):
             yield from ((f"{name}.{key}", leaf) for key, leaf in value.items())
@@ -505,6 +542,8 @@ def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]
     """`value` as the type of `key`, paths made absolute. `name` is how the user spelt the key."""
     if key in ("model.dtype", "checkpoint.save_dtype") and value == "float16":
         raise UserError(f"{name}: float16 is refused, its range is too small for gradients: use bfloat16 {where}")
+    if key in ("dataset.path", "dataset.eval_path") and isinstance(value, list):
+        return tuple(_source(f"{name}[{i}]", key, item, where, folders) for i, item in enumerate(value))
     if dataclasses.is_dataclass(_TYPES[key]):
         return _nested(_TYPES[key], name, value, where)
     try:
@@ -524,6 +563,15 @@ def _checked(name: str, key: str, value: Any, where: str, folders: Sequence[str]
     if key in _PATHS and value is not None:
         return _resolved(name, key, value, where, folders)
     return value
+
+
+def _source(name: str, key: str, value: Any, where: str, folders: Sequence[str]) -> SourceConfig:
+    """An entry of a list of sources: a path, or a mapping that has one."""
+    entry = {"path": value} if isinstance(value, str) else value
+    if isinstance(entry, Mapping) and "path" not in entry:
+        raise UserError(f"{name}.path: missing, {_PATHS[key]} {where}")
+    source = _nested(SourceConfig, name, entry, where)
+    return dataclasses.replace(source, path=_resolved(f"{name}.path", key, source.path, where, folders))
 
 
 def _nested(cls: type, name: str, value: Any, where: str) -> Any:
@@ -555,8 +603,10 @@ def _resolved(name: str, key: str, value: str, where: str, folders: Sequence[str
 
 
 def _build(settings: Mapping[str, Any], ignored: tuple[str, ...], where: str) -> Config:
+    if settings.get("dataset.path") and settings.get("dataset.name") is not None:
+        raise UserError(f"dataset.name: {settings['dataset.name']!r} and dataset.path are both given, keep one {where}")
     for key in ("model.name", "dataset.path"):
-        if key not in settings:
+        if not settings.get(key) and not (key == "dataset.path" and settings.get("dataset.name") is not None):
             raise UserError(f"{key}: missing, {_PATHS[key]} {where}")
     settings = {"output_dir": os.path.abspath(Config.output_dir)} | settings
     config = Config(

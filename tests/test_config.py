@@ -14,7 +14,7 @@ import yaml
 
 from megatrain_jax import config as config_module
 from megatrain_jax.checkpoint.huggingface import parse_size
-from megatrain_jax.config import Config, DatasetConfig, ModelConfig, UserError, load_config
+from megatrain_jax.config import Config, DatasetConfig, ModelConfig, SourceConfig, UserError, load_config
 from megatrain_jax.typed_yaml import Bounds
 
 TEXTS = ["no", "off", "null", "~", "1e-5", "1E5", "0x1f", "1:30", "2024-01-01", "", " a ", "a: b", "- a", "'", '"',
@@ -64,6 +64,8 @@ def drawn(kind, rng):
         return tuple(re.escape(rng.choice(TEXTS)) for _ in range(rng.randrange(4)))
     if origin is Mapping and arguments[1] is typing.Any:
         return {rng.choice(TEXTS): rng.choice([*TEXTS, 1, 1e-6, True, None, {"a": [1, "1e3"]}]) for _ in range(3)}
+    if origin is Mapping and arguments[1] is str:
+        return {rng.choice(TEXTS): rng.choice(TEXTS) for _ in range(2)}
     if origin is Mapping:
         return {"min_lr_ratio": rng.random(), "decay_ratio": rng.choice([0, 1, 1e-7])}
     return {str: rng.choice(TEXTS), bool: rng.random() < 0.5, types.NoneType: None}[kind]
@@ -76,7 +78,14 @@ def test_what_is_dumped_loads_back_equal(seed, folder):
     paths = {
         ModelConfig: {"name": str(folder / "model"), "tokenizer": rng.choice([None, str(folder)])},
         DatasetConfig: {"path": data, "chat_template": rng.choice([None, "{{ x }}", data])}
-        | {"cache_dir": str(folder), "streaming": False}
+        | {"cache_dir": str(folder), "streaming": False, "name": None, "dataset_dir": str(folder)}
+        | rng.choice(
+            [
+                {},
+                {"path": (SourceConfig(data), SourceConfig(data, "text", 0.5, {"text": "no"}, num_samples=3))},
+                {"path": (), "name": "a, b"},
+            ]
+        )
         | rng.choice([{"eval_path": data, "val_size": 0}, {"eval_path": None, "val_size": rng.choice([0.25, 7])}]),
         config_module.TrainingConfig: {"resume_from_checkpoint": rng.choice(["auto", "none", str(folder)])},
     }
@@ -91,6 +100,33 @@ def test_what_is_dumped_loads_back_equal(seed, folder):
     config = Config(**sections, output_dir=str(folder / rng.choice(["out", "no", "1e5"])), seed=rng.randrange(2**40))
     config.dump(folder / "dumped.yaml")
     assert load_config(folder / "dumped.yaml") == config
+
+
+def test_lists_of_sources(folder):
+    listed = ["data.jsonl", {"path": "eval.jsonl", "weight": 2, "columns": {"prompt": "q"}}]
+    config = load_config(write(folder, dataset={"path": listed, "eval_path": ["*.jsonl"]}))
+    second = SourceConfig(str(folder / "eval.jsonl"), weight=2.0, columns={"prompt": "q"})
+    assert config.dataset.path == (SourceConfig(str(folder / "data.jsonl")), second)
+    assert config.dataset.eval_path == (SourceConfig(str(folder / "*.jsonl")),)
+    for wrong, message in (
+        ([{"weight": 2}], r"dataset\.path\[0\]\.path: missing"),
+        (["data.jsonl", "none.jsonl"], r"dataset\.path\[1\]\.path: no such file or folder 'none\.jsonl'"),
+        ([{"path": "data.jsonl", "weigth": 2}], r"dataset\.path\[0\]: unknown key 'weigth', choose from path, format"),
+        ([{"path": "data.jsonl", "weight": 0}], r"dataset\.path\[0\]\.weight: expected a number > 0, got 0"),
+        ([3], r"dataset\.path\[0\]: expected a mapping of path"),
+        ([], r"dataset\.path: missing"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_config(write(folder, dataset={"path": wrong}))
+
+
+def test_a_registry_is_named_instead_of_a_path(folder):
+    tree = {"model": {"name": "model"}, "dataset": {"name": "a,b", "dataset_dir": "model"}}
+    assert load_config(write(folder, tree)).dataset.name == "a,b"
+    flat = {"model_name_or_path": "model", "dataset": "a,b", "dataset_dir": "model"}
+    assert load_config(write(folder, flat)) == load_config(write(folder, tree))
+    with pytest.raises(UserError, match="dataset.name: 'a' and dataset.path are both given, keep one"):
+        load_config(write(folder, dataset={"name": "a"}))
 
 
 def test_only_the_required_keys_give_the_documented_defaults(folder):

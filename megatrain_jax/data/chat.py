@@ -11,7 +11,7 @@ import numpy as np
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import templates
-from megatrain_jax.data.records import BadRecord, Completion, Conversation, Record, Text
+from megatrain_jax.data.records import BadRecord, Completion, Conversation, Record, Text, Tokens
 from megatrain_jax.data.tokenizer import Tokenizer
 
 _PROBE = "Zq7assistant7qZ"
@@ -47,6 +47,9 @@ def supervise(
     Raises:
       UserError: with file and line; a `BadRecord` where this record alone is at fault.
     """
+    if isinstance(record, Tokens):
+        supervised = np.array(record.supervised) | (train_on == "all")
+        return [_sample(list(record.token_ids), supervised)]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     if isinstance(record, Text):
         ids = [*tokenizer.prefix, *tokenizer.encode(record.text), *eos] if record.text else []

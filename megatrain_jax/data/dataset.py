@@ -100,7 +100,7 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
         statistics = None, _count(held_out, eval_notes)
         rows = None, plan(held_out.lengths)
         return DataSet(None, held_out, *rows, tokenizer, config.max_seq_len, form, *statistics)
-    everything = _tokenised(config, tokenizer, vocab_size, config.path, "dataset.path")
+    everything = _tokenised(config, tokenizer, vocab_size, sources.training_path(config), "dataset.path")
     train = everything.samples
     if config.val_size:
         train, held_out = _split(everything, config.val_size, seed)
@@ -113,11 +113,13 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
 
 def _first_format(config: Any, tokenizer: Tokenizer, vocab_size: int) -> str:
     """The format of the first record; what is wrong with the first records is raised."""
-    with contextlib.closing(make_all(config, tokenizer, vocab_size, config.path, "dataset.path")) as made:
+    with contextlib.closing(
+        make_all(config, tokenizer, vocab_size, sources.training_path(config), "dataset.path")
+    ) as made:
         for form, _ in made:
             if form:
                 return form
-    raise UserError(_nothing("dataset.path", config.path, collections.Counter(), config.train_on))
+    raise UserError(_nothing("dataset.path", sources.training_path(config), collections.Counter(), config.train_on))
 
 
 def _tokenised(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str) -> cache.Cache:
@@ -133,6 +135,7 @@ def _tokenised(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, ke
         vocab_size,
         config.max_samples if key == "dataset.path" else None,
         config.packing == "wrapped",
+        None if isinstance(path, str) else [dataclasses.asdict(source) | {"path": ""} for source in path],
     )
     folder = Path(config.cache_dir) if config.cache_dir else default_folder()
 
@@ -229,10 +232,10 @@ def _count(samples: cache.Samples, notes: Mapping[str, Any]) -> Statistics:
 
 def _nothing(key: str, path: Any, dropped: collections.Counter[str], train_on: str) -> str:
     if not dropped:
-        return f"{key}: no samples in '{path}'"
+        return f"{key}: no samples in '{sources.label(path)}'"
     reasons = ", ".join(f"{reason}: {count}" for reason, count in dropped.items())
     found = dropped.total()
     return (
-        f"{key}: no supervised tokens in any of the {found} samples found in '{path}' ({reasons}); "
+        f"{key}: no supervised tokens in any of the {found} samples found in '{sources.label(path)}' ({reasons}); "
         f"check dataset.train_on '{train_on}', dataset.max_seq_len and the roles"
     )

@@ -20,6 +20,7 @@ class Conversation:
       completion_start: index of the first message that answers rather than asks.
       tools: JSON schemas of the functions that the assistant may call, or None.
       trained: by index, whether a turn is trained; only of the turns that say so themselves.
+      times: how often an epoch has the record.
     """
 
     where: str
@@ -27,6 +28,7 @@ class Conversation:
     completion_start: int
     tools: list[Any] | None = None
     trained: Mapping[int, bool] = dataclasses.field(default_factory=dict)
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Completion:
     where: str
     prompt: str
     completion: str
+    times: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +47,25 @@ class Text:
 
     where: str
     text: str
+    times: int = 1
 
 
-Record = Conversation | Completion | Text
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What was tokenised before, and which of it is to be learnt."""
+
+    where: str
+    token_ids: tuple[int, ...]
+    supervised: tuple[bool, ...]
+    times: int = 1
+
+
+Record = Conversation | Completion | Text | Tokens
+
+
+def weighted(record: Record, times: int) -> Record:
+    """`record`, to be seen so often in an epoch."""
+    return record if times == 1 else dataclasses.replace(record, times=times)
 
 
 @dataclasses.dataclass(frozen=True)

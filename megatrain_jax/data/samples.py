@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data.chat import Sample, supervise
-from megatrain_jax.data.records import BadRecord, Record, Text, Unreadable
+from megatrain_jax.data.records import BadRecord, Record, Text, Tokens, Unreadable
 from megatrain_jax.data.tokenizer import Tokenizer
 
 TRUNCATED = "truncated to max_seq_len"
@@ -63,14 +63,15 @@ def make_samples(record: Record | Unreadable, tokenizer: Tokenizer, config: Any,
         )
     if len(samples) > 1:
         made.changed[SPLIT] += 1
-    is_text = isinstance(record, Text)
+    is_text = isinstance(record, Text) or (isinstance(record, Tokens) and all(record.supervised))
     overlong = ("split" if is_text else "truncate") if config.overlong == "auto" else config.overlong
     fitted = [
         piece
         for sample in _supervised(samples, UNSUPERVISED, made)
         for piece in _fit(sample, overlong, config.max_seq_len, record.where, made)
     ]
-    made.units.extend([[piece] for piece in fitted] if is_text else [fitted] if fitted else [])
+    units = [[piece] for piece in fitted] if is_text else [fitted] if fitted else []
+    made.units.extend(unit * record.times for unit in units)
     return made
 
 

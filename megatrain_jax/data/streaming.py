@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import packing
+from megatrain_jax.data import packing, sources
 from megatrain_jax.data.chat import Sample
 from megatrain_jax.data.dataset import make_all
 from megatrain_jax.data.loader import made_ahead
@@ -85,7 +85,7 @@ class StreamLoader:
 
     def _samples(self) -> Iterator[Sample]:
         config, found = self._config, False
-        all_made = make_all(config, self._tokenizer, self._vocab_size, config.path, "dataset.path")
+        all_made = make_all(config, self._tokenizer, self._vocab_size, sources.training_path(config), "dataset.path")
         with contextlib.closing(all_made):
             for _, made in all_made:
                 self.changed += made.changed
@@ -94,4 +94,4 @@ class StreamLoader:
                     found = True
                     yield sample
         if not found:
-            raise UserError(f"dataset.path: nothing to train on in '{config.path}'")
+            raise UserError(f"dataset.path: nothing to train on in '{sources.label(sources.training_path(config))}'")

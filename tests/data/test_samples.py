@@ -10,7 +10,7 @@ import pytest
 from megatrain_jax.config import UserError
 from megatrain_jax.data import samples
 from megatrain_jax.data.chat import Sample
-from megatrain_jax.data.records import BadRecord, Conversation, Text, Unreadable
+from megatrain_jax.data.records import BadRecord, Conversation, Text, Tokens, Unreadable
 from megatrain_jax.data.tokenizer import with_chat_template
 
 LONG = Conversation(
@@ -70,3 +70,20 @@ def test_windows_make_every_token_a_target_exactly_once(n, limit):
     np.testing.assert_array_equal(targets, np.arange(1, n))
     assert all(len(piece.token_ids) <= limit and not piece.supervised[0] for piece in pieces)
     np.testing.assert_array_equal(sample.supervised, np.arange(n) > 0)
+
+
+def test_tokens_made_before_are_taken_as_they_are(prepare):
+    made = prepare(Tokens("x:1", (5, 6, 7), (False, True, False)))
+    [[sample]] = made.units
+    assert (sample.token_ids.tolist(), sample.supervised.tolist()) == ([5, 6, 7], [False, True, False])
+    [[sample]] = prepare(Tokens("x:1", (5, 6, 7), (False, True, False)), train_on="all").units
+    assert sample.supervised.tolist() == [False, True, True]
+    assert len(prepare(Tokens("x:1", tuple(range(100)), (True,) * 100)).units) == 2  # as a text
+    with pytest.raises(UserError, match="token id 400 in x:1"):
+        prepare(Tokens("x:1", (5, 400), (True, True)))
+
+
+def test_a_weighted_record_stays_on_one_side_of_a_split(prepare):
+    [unit] = prepare(Conversation(LONG.where, LONG.messages, 11, times=3)).units
+    assert len(unit) == 3 and len({sample.token_ids.tobytes() for sample in unit}) == 1
+    assert [len(unit) for unit in prepare(Text("a:1", "The end. " * 100, times=2)).units][:2] == [2, 2]

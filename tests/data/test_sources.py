@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from megatrain_jax.config import UserError
+from megatrain_jax.config import SourceConfig, UserError
 from megatrain_jax.data import sources
+from megatrain_jax.data.records import Unreadable
 
 USER, ASSISTANT = {"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -65,7 +66,7 @@ def test_sharegpt_calls_and_their_results(section, jsonl):
     [record] = records(section(jsonl(row)))
     assert [message["role"] for message in record.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     assert record.messages[1]["tool_calls"] == [{"type": "function", "function": call}]
-    assert record.tools == [{"name": "add"}]
+    assert record.tools == [{"type": "function", "function": {"name": "add"}}]
 
 
 def test_pairs_under_configured_names(section, jsonl):
@@ -130,7 +131,7 @@ def test_folder_and_glob_read_in_order_of_name(section, tmp_path):
         ({"messages": [USER, {"role": "tool", "content": "2"}]}, "turn 2: 'tool' must follow the assistant's call"),
         (
             {"conversations": [{"from": "function_call", "value": "{}"}]},
-            "turn 1: function_call must be JSON with 'name'",
+            "turn 1: a function call must be an object with 'name'",
         ),
         ({"conversations": [{"from": "function_call", "value": "x"}]}, "turn 1: function_call: not valid JSON"),
         ({"instruction": "a", "output": 1}, "turn 2: 'content' must be text, found a number"),
@@ -172,7 +173,9 @@ def test_faults_of_an_array_are_named_with_the_line(section, tmp_path, text, lin
 def test_files_that_cannot_be_read(section, tmp_path):
     with pytest.raises(UserError, match=r"dataset\.path: no such file '.*none\.jsonl'"):
         records(section(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match=r"dataset\.path: no \.jsonl \.json \.txt file in folder"):
+    with pytest.raises(
+        UserError, match=r"dataset\.path: no \.jsonl \.json \.csv \.txt \.parquet \.arrow file in folder"
+    ):
         records(section(tmp_path))
     (tmp_path / "a.docx").write_text("a")
     with pytest.raises(UserError, match=r"cannot read '.*a\.docx'; the kinds read are"):
@@ -182,3 +185,107 @@ def test_files_that_cannot_be_read(section, tmp_path):
         records(section(tmp_path / "a.txt"))
     with pytest.raises(UserError, match=r"dataset\.format: '.*a\.txt' is plain text, not 'alpaca'"):
         records(section(tmp_path / "a.txt", format="alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("weight", "times"), [(1, [1] * 6), (2, [2] * 6), (0.5, [1, 1, 1]), (1.5, [1, 2] * 3), (1 / 3, [1, 1])]
+)
+def test_weights_are_exact(section, jsonl, weight, times):
+    listed = (SourceConfig(str(jsonl(*[{"text": str(i)} for i in range(6)])), weight=weight), SourceConfig(str(jsonl({"text": "z"}, name="z.jsonl"))))  # fmt: skip
+    found = [record for _, record in sources.read(section("-"), listed)]
+    assert [record.times for record in found if not isinstance(record, Unreadable)] == [*times, 1]
+    assert len(found) == 7
+    left_out = [record.reason for record in found if isinstance(record, Unreadable)]
+    assert left_out == [f"left out by the weight {weight:g}"] * (6 - len(times))
+
+
+def test_sources_have_formats_and_limits_of_their_own(section, jsonl):
+    first = jsonl(*[{"a": "x", "text": "no"}] * 3, name="a.jsonl")
+    second = jsonl({"q": "Hi", "r": "Hello"}, name="b.jsonl")
+    listed = (
+        SourceConfig(str(first), "text", columns={"text": "a"}, num_samples=2),
+        SourceConfig(str(second), columns={"prompt": "q", "response": "r"}),
+    )
+    found = list(sources.read(section("-"), listed))
+    assert [form for form, _ in found] == ["text", "text", "alpaca"]
+    assert [record.text for _, record in found[:2]] == ["x", "x"]
+    assert sources.expand(listed) == [first, second]
+
+
+@pytest.fixture
+def registry(tmp_path):
+    """Writes dataset_info.json, and reads what a name stands for."""
+
+    def write(**entries):
+        (tmp_path / "dataset_info.json").write_text(json.dumps(entries))
+        return lambda names: sources.registered(names, str(tmp_path))
+
+    return write
+
+
+def test_a_registry_of_llama_factory(section, registry, tmp_path, jsonl):
+    jsonl({"q": "Hi", "a": "Hello"}, name="a.json")
+    jsonl({"log": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, name="b.jsonl")
+    jsonl({"body": "Hi"}, name="c.jsonl")
+    (tmp_path / "many").mkdir()
+    for split in ("train", "test"):
+        jsonl({"instruction": split, "output": "x"}, name=f"many/{split}.jsonl")
+    named = registry(
+        a={"file_name": "a.json", "columns": {"prompt": "q", "response": "a"}},
+        b={"file_name": "b.jsonl", "formatting": "sharegpt", "columns": {"messages": "log"},
+           "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}},
+        c={"file_name": "c.jsonl", "columns": {"prompt": "body"}},
+        many={"file_name": "many", "num_samples": 5},
+        many_test={"file_name": "many", "split": "test"},
+    )  # fmt: skip
+    config = section("-", name="a, b,c,many,many_test", dataset_dir=str(tmp_path))
+    found = list(sources.read(config, sources.training_path(config)))
+    assert [form for form, _ in found] == ["alpaca", "sharegpt", "text", "alpaca", "alpaca"]
+    assert (
+        [m["content"] for m in found[0][1].messages] == ["Hi", "Hello"] == [m["content"] for m in found[1][1].messages]
+    )
+    assert [record.messages[0]["content"] for _, record in found[3:]] == ["train", "test"]
+    assert named("a")[0].path == str(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"file_name": "x.json", "ranking": True}, "'x' is preference data"),
+        ({"hf_hub_url": "a/b"}, "'x' has no 'file_name'; only files of this machine can be read"),
+        ({"file_name": "x.json", "formatting": "chatml"}, "'formatting' must be alpaca or sharegpt, found 'chatml'"),
+        ({"file_name": "x.json", "columns": ["a"]}, "'columns' and 'tags' must be objects"),
+    ],
+)
+def test_entries_that_cannot_be_read(registry, entry, message):
+    with pytest.raises(UserError, match=message):
+        registry(x=entry)("x")
+
+
+def test_registries_that_cannot_be_read(registry, tmp_path):
+    with pytest.raises(UserError, match="has no data set 'y'; it has x"):
+        registry(x={})("y")
+    with pytest.raises(UserError, match="dataset_dir: missing; give the folder whose dataset_info.json lists 'y'"):
+        sources.registered("y", None)
+    with pytest.raises(UserError, match="dataset_dir: cannot read"):
+        sources.registered("y", str(tmp_path / "none"))
+    (tmp_path / "dataset_info.json").write_text("{")
+    with pytest.raises(UserError, match="dataset_info.json: not valid JSON"):
+        sources.registered("y", str(tmp_path))
+
+
+def test_bad_records_are_left_out_and_counted(section, jsonl, tmp_path):
+    file = jsonl({"text": "a"}, "{", {"messages": [USER, ASSISTANT]}, {"text": "a\0b"}, {"text": "b"})
+    (tmp_path / "t.txt").write_bytes(b"\xff")
+    found = [record for path in (file, tmp_path / "t.txt") for _, record in sources.read(section("-", on_bad_record="skip"), str(path))]  # fmt: skip
+    assert [record.text for record in found if not isinstance(record, Unreadable)] == ["a", "b"]
+    assert [record.reason for record in found if isinstance(record, Unreadable)] == [
+        "not valid JSON", "format 'text' needs the columns 'text'", "'text' contains a NUL character", "not UTF-8 text",
+    ]  # fmt: skip
+    with pytest.raises(UserError, match=rf"{file}:2: not valid JSON"):
+        list(sources.read(section("-"), str(file)))
+
+
+def test_formats_mixed_in_a_file_are_no_silent_batch(section, jsonl):
+    with pytest.raises(UserError, match="rows.jsonl:2: format 'messages' needs the columns 'messages'; found 'text'"):
+        records(section(jsonl({"messages": [USER, ASSISTANT]}, {"text": "a"})))

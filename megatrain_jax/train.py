@@ -61,6 +61,12 @@ def run(work: Callable[[Config], None], config_file: str, overrides: Sequence[st
         return _fail(2, locate(str(error), config_file, overrides))
     except ArithmeticError as error:
         return _fail(1, str(error))
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        what = str(error).splitlines()[0]
+        remedy = "lower training.batch_size, dataset.max_seq_len or memory.device_budget"
+        return _fail(2, f"device memory: a computation did not get what it needs ({what}); {remedy}")
     except OSError as error:
         if error.filename is None:
             raise

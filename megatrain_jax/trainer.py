@@ -196,7 +196,8 @@ class Trainer:
                 if self._profile and (line := self._profile.step_begins(at.step + 1)):
                     progress.message(line)
                 meter.start()
-                with waiting(f"the data of step {at.step + 1}"):
+                # To come to the first one, all the data before it may have to be read.
+                with waiting(f"the data of step {at.step + 1}") if loss is not None else contextlib.nullcontext():
                     micro_batches = next(steps)
                 meter.data_ready()
                 rate = optimizer.learning_rate(at.applied_steps)

@@ -102,8 +102,23 @@ class Mesh:
         return HostGradients({path: self.to_host(grad) for path, grad in grads.items()}, self.to_host(sumsq))
 
     def to_host(self, x: jax.Array) -> jax.Array:
-        """Starts the copy of a device array to pinned host memory, split over devices as it was."""
-        return jax.device_put(x, x.sharding.with_memory_kind("pinned_host")) if self.has_own_memory else x
+        """Starts the copy of a device array to pinned host memory, split over devices as it was.
+
+        Raises:
+          UserError: the pool of pinned memory has no room for it.
+        """
+        if not self.has_own_memory:
+            return x
+        try:
+            return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+        except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            # What jax says would pass for a lack of device memory.
+            raise UserError(
+                f"host memory: jax's pool of pinned memory has no room for another {x.nbytes / 2**30:.2f} GiB; lower "
+                "training.batch_size, or set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (its limit in GiB) higher"
+            ) from error
 
     def to_device(self, x: jax.Array) -> jax.Array:
         """Starts the copy back of what `to_host` gave."""

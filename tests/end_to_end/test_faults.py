@@ -8,9 +8,13 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax import train
+from megatrain_jax.data import dataset, workers
+from megatrain_jax.stream import pipeline
 from tests.end_to_end.conftest import ROOT, Project, records, saved_weights, write_model
 from tests.end_to_end.faults import POINTS, Fault, Injected, fail
 
@@ -144,3 +148,58 @@ def test_a_killed_run_leaves_no_process_and_no_lock_that_holds(project):
     assert left == []
     assert mt.Trainer(project.config(**SECTIONS)).fit().step == 5
     assert not (project.folder / "out" / ".lock").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_one_goes_on(project, capsys):
+    refused = []
+
+    def listener(event):
+        if event.what == "update" and not refused:
+            refused.append(
+                train.main(["--config", str(project.write("other.yaml")), f"output_dir={project.folder / 'out'}"])
+            )
+
+    assert mt.Trainer(project.config(**SECTIONS), listener).fit().step == 5
+    err = capsys.readouterr().err
+    assert refused == [2] and err.count("\n") == 1
+    assert f"out' is in use by another run (process {os.getpid()} on " in err
+
+
+def test_a_worker_that_dies_ends_the_run_with_its_reason(project, monkeypatch):
+    """In the processes that tokenise, before the first step."""
+
+    def call(self, item):
+        self.kill()
+        raise self._ended()
+
+    monkeypatch.setattr(dataset, "_IN_THIS_PROCESS", 1)
+    monkeypatch.setattr(workers._Worker, "call", call)
+    cache = str(project.folder / "cache")
+    with pytest.raises(RuntimeError, match="a data worker was ended by SIGKILL"):
+        mt.Trainer(project.config(dataset={"num_workers": 2, "cache_dir": cache})).fit()
+    assert not (project.folder / "out").exists()
+
+
+def test_device_memory_that_runs_out_is_one_line_with_a_remedy(project, monkeypatch, capsys):
+    def exhausted(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes.\nmore")
+
+    monkeypatch.setattr(pipeline._RunAhead, "admit", exhausted)
+    assert train.main(["--config", str(project.write()), f"output_dir={project.folder / 'out'}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: device memory: ") and err.count("\n") == 1
+    assert "trying to allocate 8 bytes" in err and "lower training.batch_size" in err
+
+
+@pytest.mark.parametrize("what", ["forward", "forward done", "d2h done", "update", "update done"])
+def test_a_run_ends_with_what_its_listener_raised(project, what):
+    before, seen = threading.enumerate(), []
+
+    def listener(event):
+        seen.append(event.what)
+        if event.what == what:
+            raise LookupError(f"no place for {what}")
+
+    with pytest.raises(LookupError, match=f"no place for {what}"):
+        mt.Trainer(project.config(training={"num_steps": 40}), listener).fit()
+    assert threading.enumerate() == before and seen.count("update done") < 40 * 4

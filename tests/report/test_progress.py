@@ -110,3 +110,22 @@ def test_the_live_line_stays_one_line_below_the_messages(columns, monkeypatch):
     assert re.search(r"step 43/200  eta 7m51s  loss 2\.3456  lr 1", lines[-1])
     assert all(len(line) <= columns for line in lines)
     assert ("supervised 43%" in lines[-1]) is (columns == 160)
+
+
+@pytest.mark.parametrize("mode", ["plain", "off"])
+def test_a_stream_that_takes_nothing_more_ends_nothing(mode):
+    class Closed(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError
+
+    with make_progress(mode, 10, stream=Closed(), clock=Clock()) as progress:
+        progress.step({"step": 1})
+        progress.message("saved")
+
+
+def test_the_live_line_leaves_the_cursor_to_a_terminal_whose_process_is_killed():
+    stream = Terminal()
+    with make_progress("rich", 10, stream=stream, clock=Clock()) as progress:
+        progress.step({"step": 1})
+        shown = stream.getvalue()
+    assert "\x1b[?25h" in shown and shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l")

@@ -84,3 +84,33 @@ def test_what_was_submitted_is_finished_before_the_end(updater):
         updater.submit(block, Landing(), 1.0)
     updater.close()
     assert sorted(updater.order.blocks) == [0, 1, 2, 3, 4]
+
+
+def test_after_an_exception_nothing_more_is_begun(updater):
+    first = Landing(landed=False)
+    with pytest.raises(LookupError), updater:
+        updater.submit(4, first, 1.0)
+        while updater._jobs:
+            pass
+        for block in range(3):
+            updater.submit(block, Landing(), 1.0)
+        threading.Timer(0.2, first.land).start()
+        raise LookupError
+    assert updater.order.blocks == [4]
+
+
+def test_an_error_is_raised_by_whatever_comes_next_and_does_not_keep_it_from_closing(updater):
+    def broken(tensor, grads, scale):
+        raise MemoryError("no memory for the update")
+
+    updater.order.update = broken
+    updater.submit(2, Landing(), 1.0)
+    for call in (
+        lambda: updater.wait([2]),
+        updater.drain,
+        lambda: updater.is_pending([0]),
+        lambda: updater.submit(1, Landing(), 1.0),
+    ):
+        with pytest.raises(MemoryError, match="no memory for the update"):
+            call()
+    updater.close()

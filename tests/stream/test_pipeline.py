@@ -1,7 +1,9 @@
 """The order of the stream, as properties of the events that a run records."""
 
+import gc
 import threading
 import time
+import tracemalloc
 
 import jax
 import numpy as np
@@ -312,3 +314,36 @@ def test_calls_leave_no_thread_behind():
     with training(model) as (pipeline, _):
         pipeline.train_step([batch])
     assert {t.name for t in set(threading.enumerate()) - before} <= {f"megatrain-wire_{i}" for i in range(4)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        HELD,
+        pytest.param(AT_ONCE, marks=pytest.mark.exhaustive),
+        pytest.param(HELD._replace(group_size=1), marks=pytest.mark.exhaustive),
+        pytest.param(HELD._replace(keep_layers=1), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_steps_leave_nothing_behind(settings):
+    """Memory is as it was after the first steps, whose compilations stay."""
+    spec = small_spec(2, tied=True)
+    model, batches = make_model(spec, random_weights(spec)), [random_batch(spec, m) for m in range(2)]
+    with training(model, settings) as (pipeline, updater):
+
+        def taken(steps):
+            for _ in range(steps):
+                pipeline.train_step(batches)
+            updater.drain()
+            gc.collect()
+            arrays = jax.live_arrays()
+            return len(arrays), sum(array.nbytes for array in arrays), tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            taken(3)
+            before, after = taken(3), taken(30)
+        finally:
+            tracemalloc.stop()
+    assert before[:2] == after[:2]
+    assert after[2] - before[2] < 30 * 200  # bytes of Python's own; a step's smallest gradient is larger

@@ -200,18 +200,15 @@ class HostOptimizer:
         self._no_decay = tuple(optimizer.no_decay)
         for tensor in store.tensors.values():
             if tensor.trainable:
-                tensor.init_state(self._rule(tensor))
+                tensor.init_state(self.rule(tensor))
 
-    def _rule(self, tensor: HostTensor) -> Rule:
+    def rule(self, tensor: HostTensor) -> Rule:
+        """What is done to each element of a tensor, the same object for all that are treated alike."""
         return self._undecayed if any(part in tensor.name for part in self._no_decay) else self._decayed
 
     def update(self, tensor: HostTensor, grads: list[np.ndarray], scale: float) -> None:
         """Applies one step to a tensor in place; `grads` as in `HostTensor.update`, multiplied by `scale` first."""
-        tensor.update(self._rule(tensor), grads, np.float32(scale))
-
-    def update_resident(self, tensor, grad: jax.Array, scale: float | jax.Array) -> None:
-        """Starts one step of a tensor that lives on the device; see `ResidentTensor.update`."""
-        tensor.update(self._rule(tensor), grad, scale)
+        tensor.update(self.rule(tensor), grads, np.float32(scale))
 
     def learning_rate(self, applied_steps: int) -> float:
         """Learning rate of the step that follows `applied_steps` applied ones."""

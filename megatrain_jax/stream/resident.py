@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,31 @@ from megatrain_jax.models.spec import is_buffer
 from megatrain_jax.stream.transfer import Mesh
 
 
-@functools.partial(jax.jit, static_argnames="step", donate_argnames=("params", "state"))
-def _update(params, state, grad, scale, *, step):
-    """One step, or nothing if `scale` is not finite."""
-    new_params, new_state = step([params], state, [grad], scale)
-    keep = lambda new, old: jnp.where(jnp.isfinite(scale), new, old)  # noqa: E731
-    return keep(new_params[0], params), jax.tree.map(keep, new_state, state)
+@functools.partial(jax.jit, static_argnames="steps", donate_argnames=("params", "states"))
+def _update(params, states, grads, sumsq, scale, *, steps):
+    """One step of every tensor, or nothing if the gradient is not finite."""
+    finite, results = jnp.isfinite(sumsq), []
+    for step, param, state, grad in zip(steps, params, states, grads, strict=True):
+        new_params, new_state = step([param], state, [grad], scale)
+        keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
+        results.append((keep(new_params[0], param), jax.tree.map(keep, new_state, state)))
+    return results
+
+
+def update_block(
+    tensors: Sequence[ResidentTensor], rules: Sequence[Rule], grads: Sequence[jax.Array], sumsq: jax.Array, scale: float
+) -> None:
+    """Starts one step of a block's tensors on the device, in one call: a step has tens of them, and no time between two.
+
+    Args:
+      tensors, rules, grads: for each tensor what to do, and its gradient as a template gives it.
+      sumsq: a scalar on the device; if it is not finite, nothing changes.
+      scale: the gradients are multiplied by it.
+    """
+    params, states = [t._params for t in tensors], [t._state for t in tensors]
+    results = _update(params, states, list(grads), sumsq, np.float32(scale), steps=tuple(r.step for r in rules))
+    for tensor, (param, state) in zip(tensors, results, strict=True):
+        tensor._params, tensor._state = param, state
 
 
 _cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnames="dtype")
@@ -72,10 +92,6 @@ class ResidentTensor:
 
     def init_state(self, rule: Rule) -> None:
         self._state = rule.init([self._params])
-
-    def update(self, rule: Rule, grad: jax.Array, scale: jax.Array) -> None:
-        """Starts one step on the device; `grad` as a template gives it. Nothing changes if `scale` is not finite."""
-        self._params, self._state = _update(self._params, self._state, grad, scale, step=rule.step)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
         """See `HostTensor.state_arrays`."""

@@ -14,6 +14,7 @@ from megatrain_jax.host.layouts import cpu_device, view
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.store import HostStore
 from megatrain_jax.stream.events import Recorder
+from megatrain_jax.stream.resident import update_block
 from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
 from megatrain_jax.watchdog import waiting
 
@@ -102,9 +103,9 @@ class Updater:
 
     def update_resident(self, block: int, grads: DeviceGradients, scale: float) -> None:
         """Starts the update of a block that lives on the device, which it skips itself if a gradient is not finite."""
-        checked = jnp.where(jnp.isfinite(grads.sumsq), np.float32(scale), np.float32(np.nan))
-        for path, tensor in self._store.owned(block).items():
-            self._optimizer.update_resident(tensor, grads.arrays[path], checked)
+        owned = self._store.owned(block)
+        rules = [self._optimizer.rule(tensor) for tensor in owned.values()]
+        update_block(list(owned.values()), rules, [grads.arrays[path] for path in owned], grads.sumsq, scale)
 
     def is_pending(self, blocks: Iterable[int]) -> bool:
         with self._changed:

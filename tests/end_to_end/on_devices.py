@@ -40,6 +40,20 @@ def gradients(tied: str, micro_batches: str, devices: str) -> None:
     np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
 
 
+def experts() -> None:
+    """Two micro-batches of rows that the devices do not divide, with the auxiliary loss of all of them."""
+    from tests.end_to_end.test_experts import sparse_spec
+
+    spec = sparse_spec(**ODD)
+    batches = [random_batch(spec, seed) for seed in range(2)]
+    weights = random_weights(spec)
+    model = make_model(spec, weights, execution(devices=jax.device_count()))
+    loss, grads = model.loss_and_grads(*batches)
+    expected_loss, expected = loss_and_grads(spec, weights, batches)
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss, (loss, expected_loss)
+    assert_same_gradients(grads, expected, 1e-5)
+
+
 def packed(how: str) -> None:
     """Packed rows against samples alone."""
     from tests.end_to_end.test_packed import on_devices

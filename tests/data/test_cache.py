@@ -73,6 +73,16 @@ def test_every_field_of_a_sample_is_kept():
     assert set(Sample._fields) <= set(cache._COLUMNS)
 
 
+@pytest.mark.parametrize("column", cache._COLUMNS)
+def test_a_column_that_is_cut_is_seen(tmp_path, column):
+    units, calls = random_units(), []
+    cache.open_or_build(tmp_path, "key", builder(units, calls))
+    file = tmp_path / "key" / f"{column}.bin"
+    os.truncate(file, file.stat().st_size - cache._COLUMNS[column].itemsize)
+    assert_holds(cache.open_or_build(tmp_path, "key", builder(units, calls)), units)
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("damage", ["cut", "grown", "gone", "meta cut", "meta gone", "other lengths", "empty folder"])
 def test_damage_is_seen_and_mended(tmp_path, damage):
     units, calls = random_units(), []
@@ -252,6 +262,38 @@ def test_tokens_stay_on_the_disk(section, jsonl, tokenizer, tmp_path):
             owner = owner.base
         assert isinstance(owner, np.memmap)
         assert not field.flags.writeable
+
+
+@pytest.mark.exhaustive
+def test_a_data_set_larger_than_what_is_held(tmp_path):
+    """300 MB of tokens are built and read through with little more memory than for none."""
+    code = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from megatrain_jax.data import cache, packing
+from megatrain_jax.data.chat import Sample
+
+def build(writer):
+    for i in range(int(sys.argv[2])):
+        writer.add([Sample(np.full(60_000, i, np.int32), np.ones(60_000, bool))])
+    return {}
+
+samples = cache.open_or_build(Path(sys.argv[1]), sys.argv[2], build).samples
+rows = packing.plan_rows(samples.lengths, "wrapped", 4096)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for row in np.random.default_rng(0).permutation(len(rows))[:100]:
+    packing.make_batch([rows.pieces(row, samples)], 1, 4096)
+print(peak)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    few, many = (
+        int(subprocess.run([sys.executable, "-c", code, str(tmp_path), count], env=environment, stdout=subprocess.PIPE,
+                           check=True).stdout)
+        for count in ("1", "1000")
+    )  # fmt: skip
+    assert sum(file.stat().st_size for file in (tmp_path / "1000").iterdir()) > 290e6
+    assert (many - few) * 1024 < 40e6
 
 
 def test_a_second_start_is_quick(section, jsonl, tokenizer, monkeypatch):

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     },
     "train": {"signals", "config", "models", "trainer", "preparation"},
     "plan": {"config", "train", "preparation", "stream"},
+    "preview": {"config", "train", "data", "models", "report"},
 }
 
 

@@ -10,23 +10,23 @@ import numpy as np
 
 from megatrain_jax.report.metrics import read_metrics
 
-_INK, _FAINT, _BLUE, _ORANGE = "#1f2933", "#d5dbe1", "#1f5fa8", "#d9611a"
-_STYLE = {
+INK, FAINT, BLUE, ORANGE = "#1f2933", "#d5dbe1", "#1f5fa8", "#d9611a"
+STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _FAINT,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": _FAINT,
+    "grid.color": FAINT,
     "grid.linewidth": 0.6,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "xtick.labelcolor": _INK,
-    "ytick.labelcolor": _INK,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
 }
 
 
@@ -48,25 +48,23 @@ def plot_loss(metrics_path: str | os.PathLike, png_path: str | os.PathLike) -> b
 
     evals, rate = _series(records, "eval_loss"), _series(records, "learning_rate")
     smooth = smoothed(train[1])
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
+    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **STYLE}):
         figure = Figure(figsize=(8, 5), dpi=160, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
         marker = "o" if train.shape[1] == 1 else None
-        top.plot(*train, color=_BLUE, alpha=0.3, linewidth=0.9, marker=marker, label="training")
-        top.plot(train[0], smooth, color=_BLUE, linewidth=2, label="training, smoothed")
+        top.plot(*train, color=BLUE, alpha=0.3, linewidth=0.9, marker=marker, label="training")
+        top.plot(train[0], smooth, color=BLUE, linewidth=2, label="training, smoothed")
         if evals.size:
             top.plot(
-                *evals, "o-", color=_ORANGE, linewidth=1.2, markersize=5, markeredgecolor="white", label="evaluation"
+                *evals, "o-", color=ORANGE, linewidth=1.2, markersize=5, markeredgecolor="white", label="evaluation"
             )
             where = {"xycoords": top.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
-            top.annotate(
-                f"{evals[1, -1]:.2f}", (1, evals[1, -1]), (4, 0), color=_ORANGE, annotation_clip=False, **where
-            )
+            top.annotate(f"{evals[1, -1]:.2f}", (1, evals[1, -1]), (4, 0), color=ORANGE, annotation_clip=False, **where)
         top.set_ylim(*_limits(train[1], smooth, evals[1]))
         top.set_ylabel("loss (nats per token)")
         top.legend(loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=3, frameon=False, borderaxespad=0.2)
-        bottom.plot(*rate, color=_INK, linewidth=1.2)
+        bottom.plot(*rate, color=INK, linewidth=1.2)
         bottom.set_ylim(0, 1.15 * rate[1].max(initial=0) or 1)
         bottom.set_ylabel("learning\nrate")
         bottom.yaxis.set_major_formatter(lambda x, _: _scientific(x))

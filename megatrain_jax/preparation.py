@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from megatrain_jax import model as models
 from megatrain_jax.checkpoint import huggingface, state
 from megatrain_jax.config import Config, UserError
-from megatrain_jax.data.dataset import DataSet, Statistics
+from megatrain_jax.data.dataset import DataSet, Statistics, fingerprint
 from megatrain_jax.data.dataset import prepare as prepare_data
 from megatrain_jax.data.loader import TrainLoader
 from megatrain_jax.data.streaming import StreamLoader
@@ -100,7 +101,7 @@ def _check_disk(config: Config, prepared: Preparation) -> None:
     output, checkpoint = Path(config.output_dir), config.checkpoint
     per_epoch = prepared.batches.steps_per_epoch
     every = {"steps": checkpoint.save_steps, "epoch": per_epoch}.get(checkpoint.save_strategy)
-    saves = 0 if every is None else math.ceil(prepared.total_steps / every)
+    saves = 0 if every is None else 1 + math.ceil(prepared.total_steps / every)  # the first one at step 0
     at_once = saves if checkpoint.save_total_limit is None else min(saves, checkpoint.save_total_limit + 1)
     more = max(at_once - len(state.checkpoints(output)), min(at_once, 1))
     each = int(prepared.trained * (4 + _optimizer_bytes(config)))
@@ -243,3 +244,16 @@ def describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> list[str]:
         f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
         f"intermediates, {len(p.resident)} blocks stay on the device",
     ]
+
+
+def identity(config: Config, prepared: Preparation) -> dict[str, Any]:
+    """What a run must share with a checkpoint that it goes on from, but for frozen tensors; see `checkpoint.identity`."""
+    training = config.training
+    return {
+        "model": dataclasses.asdict(prepared.spec),
+        "data": fingerprint(config.dataset, prepared.dataset),
+        "shuffle": config.dataset.shuffle,
+        "rows_per_step": training.batch_size * training.gradient_accumulation_steps,
+        "seed": config.seed,
+        "optimizer": config.optimizer.type,
+    }

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,24 @@ import jax
 import numpy as np
 
 from megatrain_jax import model as models
-from megatrain_jax.checkpoint import state
+from megatrain_jax.checkpoint import huggingface, state
+from megatrain_jax.checkpoint import identity as same_run
 from megatrain_jax.checkpoint.lock import locked
+from megatrain_jax.checkpoint.saver import Saver
 from megatrain_jax.config import Config, UserError
 from megatrain_jax.data import loader
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.models.spec import Batch
-from megatrain_jax.preparation import Preparation, describe, describe_counts, describe_plan, plan, prepare, resumed_plan
+from megatrain_jax.preparation import (
+    Preparation,
+    describe,
+    describe_counts,
+    describe_plan,
+    identity,
+    plan,
+    prepare,
+    resumed_plan,
+)
 from megatrain_jax.report.meter import Meter
 from megatrain_jax.report.metrics import MetricsLog, host_peak_bytes, named_errors
 from megatrain_jax.report.plot import plot_loss
@@ -120,21 +131,20 @@ class Trainer:
 
         # Whatever can be refused is refused here, the cheapest first, before anything is written.
         prepared = prepare(config)
-        resume = self._find_checkpoint(prepared.total_steps)
+        candidates, damaged = self._find_checkpoints(prepared)
         mesh = make_mesh(config.model.device)
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
-        at = Position(**state.read_meta(resume)) if resume else Position()
-        p = (
-            resumed_plan(config, prepared, mesh, at.keep_layers, at.resident_blocks)
-            if resume
-            else plan(config, prepared, mesh)
-        )
-        at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
+        if candidates:
+            before = state.read_run(candidates[0])["position"]
+            p = resumed_plan(config, prepared, mesh, before["keep_layers"], before["resident_blocks"])
+        else:
+            p = plan(config, prepared, mesh)
         model = models.load_for_training(config, mesh, p.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
-        if resume:
-            state.load(resume, model.store)
+        self._identity = identity(config, prepared) | {"frozen": state.frozen_hash(model.store)}
+        at, notes = self._load(candidates, damaged, model.store)
+        at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
 
         with named_errors(self._output / "config.yaml"):
             config.dump(self._output / "config.yaml")
@@ -149,25 +159,25 @@ class Trainer:
         )
         pipeline = Pipeline(model.store, model.run, settings, record, updater)
         with (
-            MetricsLog(self._output / "metrics.jsonl", at.step if resume else None) as metrics,
+            MetricsLog(self._output / "metrics.jsonl", at.step if candidates else None) as metrics,
             make_progress(config.logging.progress, prepared.total_steps, at.step) as progress,
             Watchdog(config.training.watchdog_seconds, progress.message),
             contextlib.closing(record),
             updater,
+            Saver(self._output, model.store, config.checkpoint.save_total_limit, self._small_files(model)) as saver,
             stop_signals(progress.message) as stop,
         ):
             for line in [
                 *describe(config, prepared),
                 *describe_plan(p, config.training.gradient_accumulation_steps, mesh),
                 *(f"weights    {note}" for note in model.notes),
+                *notes,
             ]:
                 progress.message(line)
             if not held:
                 progress.message("lock       this file system has none: see to it that no second run writes here")
-            if resume:
-                progress.message(f"resumed    from {resume.name}, step {at.step}")
             evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
-            loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop)
+            loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver)
             if self._profile:
                 record.close()  # what is still to be seen belongs to the last step
                 if line := self._profile.finish():
@@ -184,12 +194,24 @@ class Trainer:
             plot_loss(self._output / "metrics.jsonl", self._output / "loss.png")
         return Summary(at.step, at.skipped_steps, loss, evaluator.last_loss, interrupted, folder)
 
-    def _train(self, at: Position, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop):
-        """The loop. Moves `at` on, leaves no update pending; returns the loss of the last step, None if there was none."""
+    def _train(self, at: Position, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver):
+        """The loop. Moves `at` on, leaves no update or save pending; the loss of the last step, None if there was none."""
         config, total, loss, saved = self.config, prepared.total_steps, None, at.step
+
+        def save() -> None:
+            """Starts a checkpoint of the state after the step that was just done."""
+            if line := saver.result():
+                progress.message(line)
+            updater.drain()
+            metrics.sync()
+            saver.start(at.step, self._run_record(at))
+
         meter = Meter(at.unrecorded)
         if at.step == 0 and config.eval.eval_on_start:
             evaluator.run(0)
+        first = self._output / "checkpoint-0"
+        if at.step == 0 and config.checkpoint.save_strategy != "no" and not first.exists():
+            save()  # what would fail after days fails now
         with contextlib.closing(prepared.batches.steps(at.step, total)) as steps:
             while at.step < total and not stop.signal:
                 # ---- a step
@@ -242,12 +264,15 @@ class Trainer:
 
                 # ---- checkpoint
                 if self._save_is_due(at.step, prepared):
-                    updater.drain()
-                    self._save_state(pipeline.store, at, progress)
+                    save()
                     saved = at.step
-        updater.drain()
+                elif not saver.is_running and (line := saver.result()):
+                    progress.message(line)
         if saved != at.step and config.checkpoint.save_strategy != "no":
-            self._save_state(pipeline.store, at, progress)
+            save()
+        updater.drain()
+        if line := saver.result():
+            progress.message(line)
         return loss
 
     def _keep_batch(self, step: int, micro_batches: list[Batch]) -> str:
@@ -266,11 +291,16 @@ class Trainer:
         every = {"steps": self.config.checkpoint.save_steps, "epoch": per_epoch}.get(strategy)
         return every is not None and step % every == 0
 
-    def _save_state(self, store, at: Position, progress: Progress) -> None:
-        started, folder = time.perf_counter(), self._output / f"checkpoint-{at.step}"
-        state.save(folder, store, dataclasses.asdict(at))
-        state.prune(self._output, self.config.checkpoint.save_total_limit)
-        progress.message(f"saved      {folder.name} in {time.perf_counter() - started:.1f} s")
+    def _run_record(self, at: Position) -> dict[str, Any]:
+        """What a checkpoint says of the run. What is random is a function of the seed and the step."""
+        record = {"position": dataclasses.asdict(at), "random_state": {"seed": self.config.seed, "step": at.step}}
+        return record | {"identity": self._identity, "config": self.config.to_dict()}
+
+    def _small_files(self, model: models.Model) -> dict[str, bytes]:
+        """What `megatrain_jax.export` needs besides the weights."""
+        source = Path(self.config.model.tokenizer) if self.config.model.tokenizer else model.source
+        files = huggingface.small_files(model.config, source)
+        return {f"{state.MODEL_FOLDER}/{name}": data for name, data in files.items()}
 
     def _save_model(self, model: models.Model, progress: Progress) -> Path:
         config, folder = self.config, self._output / "model"
@@ -280,23 +310,63 @@ class Trainer:
         progress.message(f"saved      {folder}, for transformers")
         return folder
 
-    def _find_checkpoint(self, total_steps: int) -> Path | None:
-        """The checkpoint to continue from. What is left must lead to one history: no later checkpoint may stand there."""
-        key, wanted = "training.resume_from_checkpoint", self.config.training.resume_from_checkpoint
-        there = state.checkpoints(self._output)
-        found = (there[-1] if there else None) if wanted == "auto" else None if wanted == "none" else Path(wanted)
-        step = state.read_meta(found)["step"] if found else 0
-        if step > total_steps:
+    def _find_checkpoints(self, prepared: Preparation) -> tuple[list[Path], dict[Path, UserError]]:
+        """The checkpoint to go on from and those to take if it is damaged; and, with why, damaged ones after it.
+
+        What is left must lead to one history: no later checkpoint may stand there.
+        """
+        wanted, there = self.config.training.resume_from_checkpoint, state.checkpoints(self._output)
+        choice = {"auto": there[::-1], "none": []}.get(wanted, [Path(wanted)])
+        found, damaged = [], {}
+        for folder in choice:
+            try:
+                state.read_run(folder)
+                found.append(folder)
+            except state.DamagedError as error:
+                if not found:
+                    damaged[folder] = error
+        if damaged and not found:
+            raise next(iter(damaged.values()))
+        if found:
+            self._check_same_run(found[0], identity(self.config, prepared))
+        step = state.read_run(found[0])["position"]["step"] if found else 0
+        if step > prepared.total_steps:
             raise UserError(
-                f"{key}: '{found}' is at step {step} and the run ends at {total_steps}; raise training.num_steps"
+                f"{state.KEY}: '{found[0]}' is at step {step} and the run ends at {prepared.total_steps}; raise "
+                "training.num_steps"
             )
         for path in there:
-            if state.read_meta(path)["step"] > step:
+            if state.step_of(path) > step and path not in damaged:
                 raise UserError(
-                    f"{key}: {wanted} starts at step {step}, and '{path}' of an earlier run is there; "
+                    f"{state.KEY}: {wanted} starts at step {step}, and '{path}' of an earlier run is there; "
                     "delete it, set auto to continue from it, or choose another output_dir"
                 )
-        return found
+        return found, damaged
+
+    def _check_same_run(self, folder: Path, here: Mapping[str, Any]) -> list[str]:
+        """Refuses a checkpoint of another run; lines about what has changed and may."""
+        run = state.read_run(folder)
+        changed = same_run.changes(run["config"], self.config.to_dict())
+        same_run.refuse(folder, run["identity"], here, changed)
+        return same_run.describe(changed)
+
+    def _load(self, candidates, damaged, store) -> tuple[Position, list[str]]:
+        """Loads the first checkpoint that is whole; where the run is then, and lines about it."""
+        damaged = dict(damaged)
+        for folder in candidates:
+            try:
+                run = state.load(folder, store)
+                notes = self._check_same_run(folder, self._identity)
+            except state.DamagedError as error:
+                damaged[folder] = error
+                continue
+            for path, error in damaged.items():
+                notes.append(f"damaged    {error}; it is now '{state.set_aside(path).name}'")
+            at = Position(**run["position"])
+            return at, [*notes, f"resumed    from {folder.name}, step {at.step}"]
+        if damaged:
+            raise next(iter(damaged.values()))
+        return Position(), []
 
     def _remedy(self) -> str:
         if self.config.checkpoint.save_strategy == "no":

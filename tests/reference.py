@@ -190,3 +190,19 @@ class PlainOptax:
             updates, self._state = self._update(grads, self._state, self.weights)
             self.weights = jax.tree.map(np.asarray, optax.apply_updates(self.weights, updates))
         return loss, norm
+
+
+def state_arrays(tensor) -> dict[str, np.ndarray]:
+    """Copies of the arrays of a tensor's training state, whole, by key."""
+    out = {key: np.empty(array.shape, array.dtype) for key, array in tensor.state().items()}
+    for key, array in tensor.state().items():
+        array.read(0, out[key].reshape(-1))
+    return out
+
+
+def load_state_arrays(tensor, arrays: Mapping[str, np.ndarray]) -> None:
+    """The inverse of `state_arrays`."""
+    state = tensor.state()
+    assert set(state) == set(arrays)
+    for key, array in arrays.items():
+        state[key].write(0, array.reshape(-1))

@@ -60,10 +60,10 @@ def on_a_disk_with(monkeypatch, free):
     "checkpoint, checkpoints",
     [
         ({"save_steps": 2, "save_total_limit": 2}, 3),
-        ({"save_steps": 2, "save_total_limit": 9}, 5),
-        ({"save_steps": 2, "save_total_limit": None}, 5),
-        ({"save_strategy": "epoch", "save_total_limit": 5}, 2),
-        ({"save_steps": 1000}, 1),
+        ({"save_steps": 2, "save_total_limit": 9}, 6),
+        ({"save_steps": 2, "save_total_limit": None}, 6),
+        ({"save_strategy": "epoch", "save_total_limit": 5}, 3),
+        ({"save_steps": 1000}, 2),
         ({"save_strategy": "no"}, 0),
     ],
 )

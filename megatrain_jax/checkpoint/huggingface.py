@@ -196,15 +196,22 @@ def save_folder(
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
             (aside / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        (aside / "config.json").write_bytes(_config_bytes(config, source, dtype))
-        for file in TOKENIZER_FILES:
-            if source is not None and (source / file).is_file():
-                shutil.copyfile(source / file, aside / file)
+        for file, data in small_files(config, source, dtype).items():
+            (aside / file).write_bytes(data)
         _swap(aside, out_dir)
     except OSError as error:
         raise UserError(f"cannot save to '{out_dir}': {error}; free space there or choose another folder") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def small_files(config: Mapping[str, Any], source: Path | None, dtype: str | None = None) -> dict[str, bytes]:
+    """config.json and the tokenizer files of `source`, by name; see `save_folder`. No dtype leaves config.json its own."""
+    files = {"config.json": _config_bytes(config, source, dtype)}
+    for file in TOKENIZER_FILES:
+        if source is not None and (source / file).is_file():
+            files[file] = (source / file).read_bytes()
+    return files
 
 
 def check_save_folder(out_dir: str | Path, size: int = 0) -> None:
@@ -438,14 +445,14 @@ def _write_shard(
             stream.write(flat[start : start + _CHUNK].astype(target, copy=False).tobytes())
 
 
-def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str) -> bytes:
+def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str | None) -> bytes:
     text = b""
     written = dict(config)
     if source is not None:
         with suppress(FileNotFoundError):
             text = (source / "config.json").read_bytes()
     for key in ("dtype", "torch_dtype"):
-        if written.get(key) is not None:
+        if dtype and written.get(key) is not None:
             written[key] = dtype
     if text and json.loads(text) == written:
         return text

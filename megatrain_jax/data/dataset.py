@@ -6,7 +6,9 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,6 +29,8 @@ _NOT_IN_KEY = (
     "path", "eval_path", "val_size", "max_samples", "packing", "pad_to_multiple_of", "shuffle", "num_workers", "cache_dir",
     "streaming", "buffer_size",
 )  # fmt: skip
+_NOT_OF_STREAM = ("path", "eval_path", "num_workers", "cache_dir")
+_HASHED = 1 << 22  # elements read from the disk at once
 _IN_THIS_PROCESS = 256  # records; starting workers takes as long as some of these
 _CHUNK = 32  # records that go to a worker at a time
 
@@ -109,6 +113,26 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
     length = packing.row_length(longest, config.pad_to_multiple_of, config.max_seq_len)
     statistics = _count(train, everything.notes), _count(held_out, eval_notes)
     return DataSet(train, held_out, *rows, tokenizer, length, everything.notes["format"], *statistics)
+
+
+def fingerprint(config: Any, dataset: DataSet) -> str:
+    """SHA-256 of what is trained on: the samples in their order, what of them is supervised, and how they share rows.
+
+    Of a stream it is that of the settings, and of the names and lengths of the files.
+    """
+    digest, samples = hashlib.sha256(str(dataset.sequence_length).encode()), dataset.train
+    if samples is None:
+        files = sources.expand(config.path, "dataset.path")
+        settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_OF_STREAM}
+        known = [settings, [(file.name, file.stat().st_size) for file in files]]
+        digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+        return digest.hexdigest()
+    columns = [samples.columns["token_ids"], samples.columns["supervised"], samples.offsets, samples.chosen]
+    for array in (*columns, *dataclasses.astuple(dataset.train_rows)):
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        for start in range(0, len(array), _HASHED):
+            digest.update(np.ascontiguousarray(array[start : start + _HASHED]))
+    return digest.hexdigest()
 
 
 def _first_format(config: Any, tokenizer: Tokenizer, vocab_size: int) -> str:

@@ -50,11 +50,11 @@ class Row(Protocol):
 
     wire: np.ndarray
 
-    def write(self, values: np.ndarray) -> None:
-        """Sets the leading ``len(values)`` elements from any float dtype."""
+    def write(self, values: np.ndarray, start: int = 0) -> None:
+        """Sets the elements from `start` on from any float dtype; those of a frozen tensor all at once."""
 
-    def read(self) -> np.ndarray:
-        """A float32 copy of the master."""
+    def read(self, out: np.ndarray, start: int = 0) -> None:
+        """Fills `out`, float32, with the elements of the master from `start` on."""
 
     def init_state(self, rule: Rule) -> None:
         """Makes the optimizer's state."""
@@ -134,15 +134,17 @@ class FrozenRow:
         self.wire = wire
         self._exact: np.ndarray | None = None
 
-    def write(self, values: np.ndarray) -> None:
+    def write(self, values: np.ndarray, start: int = 0) -> None:
+        if start:
+            raise ValueError("a frozen tensor is written whole")
         self.wire[: values.size] = values
         exact = np.array_equal(self.wire[: values.size].astype(np.float32), values.astype(np.float32))
         self._exact = None if exact else np.zeros(self.wire.size, np.float32)
         if not exact:
             self._exact[: values.size] = values
 
-    def read(self) -> np.ndarray:
-        return np.array(self.wire if self._exact is None else self._exact, dtype=np.float32)
+    def read(self, out: np.ndarray, start: int = 0) -> None:
+        out[...] = (self.wire if self._exact is None else self._exact)[start : start + out.size]
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:
         return {}
@@ -169,26 +171,28 @@ class PlainRow:
         self._separate_wire = wire is not None
         self.wire = view(self._groups[0].params[0]).reshape(-1) if wire is None else wire
 
-    def _pieces(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Where each chunk lies in the row, and a flat writable view of it."""
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[slice, np.ndarray]]:
+        """Of each chunk that overlaps ``[start, stop)``: where in that range, and a flat writable view of the overlap."""
         for group in self._groups:
-            start = group.start
+            if group.start >= stop or group.stop <= start:
+                continue
+            at = group.start
             for chunk in group.params:
-                yield slice(start, start + chunk.size), view(chunk).reshape(-1)
-                start += chunk.size
+                low, high = max(at, start), min(at + chunk.size, stop)
+                if low < high:
+                    yield slice(low - start, high - start), view(chunk).reshape(-1)[low - at : high - at]
+                at += chunk.size
 
-    def write(self, values: np.ndarray) -> None:
+    def write(self, values: np.ndarray, start: int = 0) -> None:
+        stop = start + values.size
         if self._separate_wire:
-            self.wire[: values.size] = values
-        for where, chunk in self._pieces():
-            source = values[where]
-            chunk[: source.size] = source
+            self.wire[start:stop] = values
+        for where, chunk in self._pieces(start, stop):
+            chunk[...] = values[where]
 
-    def read(self) -> np.ndarray:
-        row = np.empty(self._groups[-1].stop, np.float32)
-        for where, chunk in self._pieces():
-            row[where] = chunk
-        return row
+    def read(self, out: np.ndarray, start: int = 0) -> None:
+        for where, chunk in self._pieces(start, start + out.size):
+            out[where] = chunk
 
     def init_state(self, rule: Rule) -> None:
         with jax.default_device(cpu_device()):
@@ -249,21 +253,21 @@ class SplitRow:
         self._moments: dict[str, np.ndarray] = {}
         self._counts: dict[str, np.ndarray] = {}
 
-    def write(self, values: np.ndarray) -> None:
-        for start in range(0, values.size, CHUNK):
-            here = slice(start, min(start + CHUNK, values.size))
-            bits = values[here].astype(np.float32).view(np.uint32)
+    def write(self, values: np.ndarray, start: int = 0) -> None:
+        for low in range(0, values.size, CHUNK):
+            part = values[low : low + CHUNK]
+            here = slice(start + low, start + low + part.size)
+            bits = part.astype(np.float32).view(np.uint32)
             hi = (bits + np.uint32(0x8000)) >> np.uint32(16)
             self._hi[here] = hi
             self._lo[here] = (bits - (hi << np.uint32(16))).view(np.int32)
 
-    def read(self) -> np.ndarray:
-        row = np.empty(self.wire.size, np.float32)
-        for start in range(0, row.size, CHUNK):
-            here = slice(start, start + CHUNK)
+    def read(self, out: np.ndarray, start: int = 0) -> None:
+        for low in range(0, out.size, CHUNK):
+            part = out[low : low + CHUNK]
+            here = slice(start + low, start + low + part.size)
             hi = self._hi[here].astype(np.uint32) << np.uint32(16)
-            row[here] = (hi + self._lo[here].astype(np.int32).view(np.uint32)).view(np.float32)
-        return row
+            part[...] = (hi + self._lo[here].astype(np.int32).view(np.uint32)).view(np.float32)
 
     def init_state(self, rule: Rule) -> None:
         shape = jax.ShapeDtypeStruct(self.wire.shape, jnp.float32)

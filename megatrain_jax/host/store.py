@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from megatrain_jax.host.holds import Holds
 from megatrain_jax.host.layouts import ALIGN, BFLOAT16, FrozenRow, PlainRow, Row, Rule, SplitRow
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.models.spec import ModelSpec, is_buffer
@@ -30,6 +31,25 @@ class Rows:
 
     count: int = 1
     local: tuple[int, ...] = (0,)
+
+
+Read = Callable[[int, np.ndarray], None]
+Write = Callable[[int, np.ndarray], None]
+
+
+class StateArray(NamedTuple):
+    """One array of a tensor's training state, reached by ranges of its flat view so that no whole copy need exist.
+
+    Attributes:
+      shape, dtype: of the array.
+      read: ``(start, out)`` fills `out`, of this dtype, with the elements from `start` on.
+      write: ``(start, values)`` sets the elements from `start` on. Ranges come in order and cover the array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Read
+    write: Write
 
 
 class HostTensor:
@@ -80,16 +100,15 @@ class HostTensor:
 
     def read_row(self, i: int) -> np.ndarray:
         """A copy of local row number `i` of the master, float32 ``[row_length]``."""
-        return self._rows[i].read()
+        row = np.empty(self.row_length, np.float32)
+        self._rows[i].read(row)
+        return row
 
     def read(self) -> np.ndarray:
         """A copy of the master in its logical shape, float32. Every row must be here."""
-        return self._join([row.read() for row in self._rows])
-
-    def _join(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        if len(rows) != self.rows.count:
-            raise ValueError(f"{self.name}: this process holds {len(rows)} of {self.rows.count} rows")
-        return (rows[0] if len(rows) == 1 else np.concatenate(rows))[: self.size].reshape(self.shape)
+        out = np.empty(self.shape, np.float32)
+        self._read_master(0, out.reshape(-1))
+        return out
 
     def init_state(self, rule: Rule) -> None:
         """Makes the optimizer's state."""
@@ -107,40 +126,78 @@ class HostTensor:
         for row, grad in zip(self._rows, grads, strict=True):
             row.update(rule, grad, scale)
 
-    def state_arrays(self) -> dict[str, np.ndarray]:
-        """The master and every array of the optimizer's state by path, as copies independent of the layout.
+    def state(self) -> dict[str, StateArray]:
+        """The master and every array of the optimizer's state by path, independent of the layout and the rows.
 
-        Arrays with a value for each element are joined to the logical shape; others (such as step counts, which are
-        equal everywhere) are taken as they are.
+        Arrays with a value for each element have the logical shape; others (such as step counts, which are equal
+        everywhere) are as they are. Every row must be here.
         """
-        out, states = {"master": self.read()}, [row.state() for row in self._rows]
+        out = {"master": StateArray(self.shape, np.dtype(np.float32), self._read_master, self._write_master)}
+        states = [row.state() for row in self._rows]
         for key, pieces in states[0].items():
             first, where = pieces[0]
             if where is None:
-                out[key] = np.array(first)
-                continue
-            rows = [np.zeros(self.row_length, first.dtype) for _ in states]
-            for row, state in zip(rows, states, strict=True):
-                for piece, where in state[key]:
-                    row[where] = piece
-            out[key] = self._join(rows)
+                copies = [piece for state in states for piece, _ in state[key]]
+                out[key] = StateArray(first.shape, first.dtype, *_equal_everywhere(copies))
+            else:
+                placed = [
+                    (number * self.row_length + where.start, piece)
+                    for number, state in zip(self.rows.local, states, strict=True)
+                    for piece, where in state[key]
+                ]
+                out[key] = StateArray(self.shape, first.dtype, *_by_element(placed))
         return out
 
-    def load_state_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """The inverse of `state_arrays`. Raises KeyError or ValueError if the arrays are of another optimizer or shape."""
-        states = [row.state() for row in self._rows]
-        if differing := set(states[0]) ^ (set(arrays) - {"master"}):
-            raise KeyError(f"{self.name}: the optimizer's state differs in {', '.join(sorted(differing))}")
-        self.assign(arrays["master"])
-        for key in states[0]:
-            flat = arrays[key].reshape(-1)
-            for number, state in zip(self.rows.local, states, strict=True):
-                for piece, where in state[key]:
-                    if where is None:
-                        piece[...] = arrays[key]
-                    else:
-                        part = flat[number * self.row_length :][where]
-                        piece[: part.size] = part
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[Row, int, slice]]:
+        """Rows that overlap a range of the flat view: the row, where in it the overlap starts, and where in the range."""
+        if len(self._rows) != self.rows.count:
+            raise ValueError(f"{self.name}: this process holds {len(self._rows)} of {self.rows.count} rows")
+        for number, row in enumerate(self._rows):
+            first = number * self.row_length
+            low, high = max(start, first), min(stop, first + self.row_length)
+            if low < high:
+                yield row, low - first, slice(low - start, high - start)
+
+    def _read_master(self, start: int, out: np.ndarray) -> None:
+        for row, at, where in self._overlaps(start, start + out.size):
+            row.read(out[where], at)
+
+    def _write_master(self, start: int, values: np.ndarray) -> None:
+        for row, at, where in self._overlaps(start, start + values.size):
+            row.write(values[where], at)
+
+
+def _by_element(pieces: Sequence[tuple[int, np.ndarray]]) -> tuple[Read, Write]:
+    """Access to a flat array that lies in pieces, each given by its start; what is behind the last range is padding."""
+
+    def overlaps(start: int, stop: int) -> Iterator[tuple[np.ndarray, slice]]:
+        for first, piece in pieces:
+            low, high = max(start, first), min(stop, first + piece.size)
+            if low < high:
+                yield piece[low - first : high - first], slice(low - start, high - start)
+
+    def read(start: int, out: np.ndarray) -> None:
+        for part, where in overlaps(start, start + out.size):
+            out[where] = part
+
+    def write(start: int, values: np.ndarray) -> None:
+        for part, where in overlaps(start, start + values.size):
+            part[...] = values[where]
+
+    return read, write
+
+
+def _equal_everywhere(copies: Sequence[np.ndarray]) -> tuple[Read, Write]:
+    """Access to an array of which there are several equal copies."""
+
+    def read(start: int, out: np.ndarray) -> None:
+        out[...] = copies[0].reshape(-1)[start : start + out.size]
+
+    def write(start: int, values: np.ndarray) -> None:
+        for copy in copies:
+            copy.reshape(-1)[start : start + values.size] = values
+
+    return read, write
 
 
 class HostStore:
@@ -159,6 +216,7 @@ class HostStore:
 
     Attributes:
       tensors: every `HostTensor` by name.
+      holds: blocks that may not be updated for now.
       blocks: for each block, its tensors by path. A tied projection is the embedding's own tensor.
     """
 
@@ -179,6 +237,7 @@ class HostStore:
         self.wire_dtype = BFLOAT16 if wire_dtype == "bfloat16" else np.dtype(np.float32)
         if layout == "split" and self.wire_dtype != BFLOAT16:
             raise ValueError("the split layout needs a bfloat16 wire")
+        self.holds = Holds()
         self.tensors: dict[str, HostTensor] = {}
         self.blocks: list[dict[str, HostTensor]] = []
         self._pages: list[Pages] = []

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class MetricsLog:
-    """An append-only file of records, each on disk before `write` returns to the run.
+    """An append-only file of records, each with the system before `write` returns.
 
     Args:
       path: the file; its folder exists.
@@ -47,6 +47,10 @@ class MetricsLog:
         with named_errors(self._path):
             self._file.write(f"{json.dumps(plain, allow_nan=False)}\n")
             self._file.flush()
+
+    def sync(self) -> None:
+        """Waits until everything is on disk, so that no crash of the machine can put a checkpoint ahead of its records."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         with named_errors(self._path):

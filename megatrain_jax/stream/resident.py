@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.host.layouts import Rule
-from megatrain_jax.host.store import Rows
+from megatrain_jax.host.store import Rows, StateArray
 from megatrain_jax.models.spec import is_buffer
 from megatrain_jax.stream.transfer import Mesh
 
@@ -46,6 +46,9 @@ def update_block(
 
 _cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnames="dtype")
 _copy = jax.jit(lambda x: x + 0)
+_slice = jax.jit(
+    lambda x, start, length: jax.lax.dynamic_slice(x.reshape(-1), (start,), (length,)), static_argnames="length"
+)
 
 
 class ResidentTensor:
@@ -93,24 +96,43 @@ class ResidentTensor:
     def init_state(self, rule: Rule) -> None:
         self._state = rule.init([self._params])
 
-    def state_arrays(self) -> dict[str, np.ndarray]:
-        """See `HostTensor.state_arrays`."""
-        out = {"master": self.read()}
-        for key, leaf, elementwise in self._leaves():
-            out[key] = self._gather(leaf) if elementwise else self._mesh.gather(leaf)
-        return out
+    def state(self) -> dict[str, StateArray]:
+        """See `HostTensor.state`."""
+        leaves = [("master", self._params, True), *self._leaves()]
+        arrays: dict[str, jax.Array] = {}  # what was written so far; it becomes the state when everything has come
 
-    def load_state_arrays(self, arrays: dict[str, np.ndarray]) -> None:
-        """See `HostTensor.load_state_arrays`."""
-        leaves = self._leaves()
-        if differing := {key for key, *_ in leaves} ^ (set(arrays) - {"master"}):
-            raise KeyError(f"{self.name}: the optimizer's state differs in {', '.join(sorted(differing))}")
-        self.assign(arrays["master"])
-        new = [
-            self._put(arrays[key]) if elementwise else _copy(jax.device_put(arrays[key], leaf.sharding))
-            for key, leaf, elementwise in leaves
-        ]
-        self._state = jax.tree.unflatten(jax.tree.structure(self._state), new)
+        def array(key: str, leaf: jax.Array, elementwise: bool) -> StateArray:
+            shape = self.shape if elementwise else leaf.shape
+            coming = np.empty(0, leaf.dtype)
+
+            def write(start: int, values: np.ndarray) -> None:
+                nonlocal coming
+                if not start:
+                    coming = np.empty(math.prod(shape), leaf.dtype)
+                coming[start : start + values.size] = values
+                if start + values.size == coming.size:
+                    placed = self._put(coming) if elementwise else jax.device_put(coming.reshape(shape), leaf.sharding)
+                    coming = np.empty(0, leaf.dtype)
+                    arrays[key] = placed if elementwise else _copy(placed)
+                    if len(arrays) == len(leaves):
+                        self._params, *state = (arrays[key] for key, *_ in leaves)
+                        self._state = jax.tree.unflatten(jax.tree.structure(self._state), state)
+
+            return StateArray(shape, np.dtype(leaf.dtype), functools.partial(self._read, leaf), write)
+
+        return {key: array(key, leaf, elementwise) for key, leaf, elementwise in leaves}
+
+    def _read(self, leaf: jax.Array, start: int, out: np.ndarray) -> None:
+        """Fills `out` with elements of the flat view, shard by shard, so that each is sliced where it is."""
+        starts = lambda shard: shard.index[0].start or 0 if shard.index else 0  # noqa: E731
+        shards = {starts(shard): shard.data for shard in leaf.addressable_shards}  # equal copies count once
+        first = 0
+        for _, data in sorted(shards.items()):
+            low, high = max(start, first), min(start + out.size, first + data.size)
+            if low < high:
+                part = self._mesh.to_host(_slice(data, low - first, length=high - low))
+                out[low - start : high - start] = np.asarray(part)
+            first += data.size
 
     def _leaves(self) -> list[tuple[str, jax.Array, bool]]:
         """Path in optax' state, array, and whether it has a value for each element."""

@@ -103,6 +103,7 @@ class Updater:
 
     def update_resident(self, block: int, grads: DeviceGradients, scale: float) -> None:
         """Starts the update of a block that lives on the device, which it skips itself if a gradient is not finite."""
+        self._store.holds.wait(block)
         owned = self._store.owned(block)
         rules = [self._optimizer.rule(tensor) for tensor in owned.values()]
         update_block(list(owned.values()), rules, [grads.arrays[path] for path in owned], grads.sumsq, scale)
@@ -157,6 +158,7 @@ class Updater:
                     raise NonFiniteError(
                         f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
                     )
+                self._store.holds.wait(block)
                 self._record("update", block)
                 for path, tensor in self._store.owned(block).items():
                     self._optimizer.update(tensor, grads.rows(path), scale)

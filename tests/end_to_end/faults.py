@@ -30,7 +30,8 @@ POINTS = {
     "host.optimizer:HostOptimizer.update": "optimizer",
     "data.loader:TrainLoader.step": "loader",
     "report.metrics:MetricsLog.write": "main",
-    "checkpoint.state:save": "main",
+    "checkpoint.state:save": "saver",
+    "checkpoint.tensors:Writer._land": "saver",
     "checkpoint.huggingface:save_folder": "main",
 }
 
@@ -86,7 +87,7 @@ def main(point: str, act: str, config: str, out: str) -> int:
         os.write(1, b"\nfired\n")  # past the buffer, so that it stays in one piece among the run's own lines
         {"fail": fail, "hang": hang}[act]()
 
-    with Fault(point, lambda: any(Path(out).glob("checkpoint-*/meta.json")), tell_and_act):
+    with Fault(point, lambda: any(Path(out).glob("checkpoint-*/manifest.json")), tell_and_act):
         return train.main(["--config", config, f"output_dir={out}"])
 
 

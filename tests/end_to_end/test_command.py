@@ -158,30 +158,41 @@ def test_a_message_about_no_key_names_no_file():
     assert train.locate("seed: too small (in b.yaml)", "a.yaml", []) == "seed: too small (in b.yaml)"
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "freeze", "damage", "torn"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "freeze", "seed", "data", "batch", "base", "damage"])
 def test_a_checkpoint_that_does_not_fit_is_refused_and_left(project, capsys, what):
     out, config = project.folder / "out", project.write(training={"num_steps": 1}, optimizer={"type": "lion"})
     assert train.main(["--config", str(config), f"output_dir={out}"]) == 0
     changes = {"training": {"num_steps": 2}, "optimizer": {"type": "lion"}}
     if what == "model":
         changes["model"] = {"name": str(write_model(project.folder / "wide", intermediate_size=64))}
-        expected = "of another model or other model.freeze: model.layers.0.mlp."
+        expected = "model.name or model.config_overrides: layers[0].intermediate_size 48, and the run has 64"
     elif what == "optimizer":
         changes["optimizer"] = {"type": "adamw"}
-        expected = "is of another optimizer"
+        expected = "optimizer.type 'lion', and the run has 'adamw'"
     elif what == "freeze":
         changes["model"] = {"freeze": ["norm"]}
         expected = "other model.freeze"
-    elif what == "damage":
-        file = max((out / "checkpoint-1" / "block-00001").rglob("*"), key=lambda path: path.stat().st_size)
-        os.truncate(file, 8)
-        expected = "is damaged"
+    elif what == "seed":
+        changes["seed"] = 7
+        expected = "it was written with seed 42, and the run has 7"
+    elif what == "data":
+        write_data(project.folder / "train.jsonl", 14)
+        expected = "its data are not those of the run (the content of dataset.path has changed)"
+    elif what == "batch":
+        changes["training"]["batch_size"] = 3
+        expected = "with training.batch_size x training.gradient_accumulation_steps 2, and the run has 3"
+    elif what == "base":
+        changes["model"] = {"config_overrides": {"rope_theta": 5e5}}
+        expected = "model.name or model.config_overrides: layers[0].rope"
     else:
-        (out / "checkpoint-1" / "meta.json").write_text('{"format"')
-        expected = "is not a whole checkpoint"
+        for number in (0, 1):
+            file = max((out / f"checkpoint-{number}").rglob("*"), key=lambda path: path.stat().st_size)
+            os.truncate(file, 8)
+        expected = "is damaged"
     capsys.readouterr()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    assert train.main(["--config", str(project.write(**changes)), f"output_dir={out}"]) == 2
+    seed = [f"seed={changes.pop('seed')}"] if "seed" in changes else []
+    assert train.main(["--config", str(project.write(**changes)), f"output_dir={out}", *seed]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: training.resume_from_checkpoint: ") and err.count("\n") == 1
     assert expected in err
@@ -273,8 +284,12 @@ def test_a_run_prints_its_own_lines_and_leaves_what_it_promises(project):
     done = project.run(str(config), f"output_dir={out}")
     assert (done.returncode, done.stderr) == (0, "")
     starts = [line.split()[0] for line in done.stdout.splitlines()]
-    assert starts == ["model", "data", "eval", "training", "memory", "stream", "step", "step", "eval", "saved", "saved"]
+    saved = [i for i, start in enumerate(starts) if start == "saved"]  # the first one while it trains
+    assert len(saved) == 3
+    others = [start for start in starts if start not in ("saved", "template")]
+    assert others == ["model", "data", "eval", "training", "memory", "stream", "step", "step", "eval"]
     assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoint-0",
         "checkpoint-2",
         "config.yaml",
         "loss.png",

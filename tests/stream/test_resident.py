@@ -12,10 +12,12 @@ from tests.conftest import small_spec
 from tests.reference import (
     assert_same_gradients,
     execution,
+    load_state_arrays,
     loss_and_grads,
     make_model,
     random_batch,
     random_weights,
+    state_arrays,
     training,
 )
 
@@ -24,7 +26,7 @@ TIED = small_spec(3, tied=True, sliding_window=4)
 
 
 def read(model):
-    return {name: tensor.state_arrays() for name, tensor in model.store.tensors.items()}
+    return {name: state_arrays(tensor) for name, tensor in model.store.tensors.items()}
 
 
 def train(spec, settings, resident, steps):
@@ -127,7 +129,7 @@ def test_a_checkpoint_of_resident_blocks_is_that_of_streamed_ones(resident):
     for model, part in ((first, steps[:2]), (second, steps[2:])):
         with training(model, Settings()) as (pipeline, updater):
             for name, arrays in saved.items():
-                model.store.tensors[name].load_state_arrays(arrays)
+                load_state_arrays(model.store.tensors[name], arrays)
             for step in part:
                 pipeline.train_step(step)
             updater.drain()

@@ -51,7 +51,11 @@ def test_a_preview_counts_what_is_there(project, capsys):
 
 def test_packing_fills_rows(project, capsys):
     fills = [
-        float(re.search(r"([\d.]+)% filled", show(project, capsys, f"dataset.packing={packing}", "dataset.max_seq_len=256"))[1])
+        float(
+            re.search(
+                r"([\d.]+)% filled", show(project, capsys, f"dataset.packing={packing}", "dataset.max_seq_len=256")
+            )[1]
+        )
         for packing in ("none", "best_fit")
     ]
     assert fills[1] > fills[0]

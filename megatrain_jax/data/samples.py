@@ -6,13 +6,15 @@ import collections
 from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
+from megatrain_jax.data import templates
 from megatrain_jax.data.chat import Sample, supervise
-from megatrain_jax.data.records import BadRecord, Record, Text, Tokens, Unreadable
+from megatrain_jax.data.records import BadRecord, Conversation, Record, Text, Tokens, Unreadable
 from megatrain_jax.data.tokenizer import Tokenizer
 
 TRUNCATED = "truncated to max_seq_len"
 SPLIT = "split per assistant turn"
 WINDOWED = "split into windows of max_seq_len"
+UNWRITTEN = "without the reasoning, which the chat template does not write"
 TOO_LONG = "longer than max_seq_len"
 UNSUPERVISED = "no supervised tokens"
 CUT_AWAY = "no supervised tokens left by truncation"
@@ -63,6 +65,9 @@ def make_samples(record: Record | Unreadable, tokenizer: Tokenizer, config: Any,
         )
     if len(samples) > 1:
         made.changed[SPLIT] += 1
+    if isinstance(record, Conversation) and any(map(templates.has_reasoning, record.messages)):
+        if not templates.writes_reasoning(tokenizer.template_for(record.tools)):
+            made.changed[UNWRITTEN] += 1
     is_text = isinstance(record, Text) or (isinstance(record, Tokens) and all(record.supervised))
     overlong = ("split" if is_text else "truncate") if config.overlong == "auto" else config.overlong
     fitted = [

@@ -115,6 +115,11 @@ def render(
     return Rendering("".join(pieces), generated)
 
 
+def writes_reasoning(template: str) -> bool:
+    """Whether the template has a place for the reasoning of a turn."""
+    return any(name in template for name in _REASONING)
+
+
 def has_generation_tags(template: str) -> bool:
     """Whether the template itself says what the assistant writes."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None
@@ -167,6 +172,11 @@ class _GenerationTag(jinja2.ext.Extension):
         start = sum(map(len, pieces))
         generated.append((start, start + len(text)))
         return text
+
+
+def has_reasoning(message: Mapping[str, Any]) -> bool:
+    """Whether a turn comes with the reasoning that led to it."""
+    return any(message.get(name) for name in _REASONING)
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

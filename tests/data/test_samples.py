@@ -87,3 +87,12 @@ def test_a_weighted_record_stays_on_one_side_of_a_split(prepare):
     [unit] = prepare(Conversation(LONG.where, LONG.messages, 11, times=3)).units
     assert len(unit) == 3 and len({sample.token_ids.tobytes() for sample in unit}) == 1
     assert [len(unit) for unit in prepare(Text("a:1", "The end. " * 100, times=2)).units][:2] == [2, 2]
+
+
+def test_reasoning_that_is_lost_is_counted(prepare, section, tokenizer, templates):
+    turns = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho", "thinking": "Hm."})
+    record = Conversation("x:1", turns, 1)
+    assert prepare(record).changed == {samples.UNWRITTEN: 1}
+    reasoning = with_chat_template(tokenizer, templates.reasoning)
+    made = samples.make_samples(record, reasoning, section("-"), 400)
+    assert not made.changed and "Hm." in tokenizer.decode(made.units[0][0].token_ids)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from megatrain_jax.models import grouped_kernels
 from megatrain_jax.models.parts import full_precision
 
 TILES_AT_ONCE = 16  # tiles of one batched matmul; their weights are gathered beside each other
@@ -107,6 +108,26 @@ def grouped_matmul(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first
       expert_N: expert of each tile of rows.
       in_first: the layout of `w`.
     """
+    tiled = functools.partial(_multiply_tiles, in_first=in_first)
+    kernel = functools.partial(grouped_kernels.multiply_rows, in_first=in_first)
+    return _on_platform(kernel, tiled, x_MxI, w, expert_N, widths=w.shape[1:])
+
+
+def _weight_gradient(a_MxA: jax.Array, b_MxB: jax.Array, expert_N: jax.Array, experts: int) -> jax.Array:
+    """``[E, A, B]``: the outer products of the rows of each expert, added in float32; zero for one without rows."""
+    tiled = functools.partial(_add_tiles, experts=experts)
+    kernel = functools.partial(grouped_kernels.sum_outer_products, experts=experts)
+    return _on_platform(kernel, tiled, a_MxA, b_MxB, expert_N, widths=(a_MxA.shape[1], b_MxB.shape[1]))
+
+
+def _on_platform(kernel, tiled, rows, operand, expert_N, *, widths):
+    """`kernel` on an NVIDIA GPU where it applies, `tiled` elsewhere."""
+    if rows.dtype == jnp.bfloat16 and grouped_kernels.fits(len(rows) // len(expert_N), *widths):
+        return jax.lax.platform_dependent(rows, operand, expert_N, cuda=kernel, default=tiled)
+    return tiled(rows, operand, expert_N)
+
+
+def _multiply_tiles(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first: bool) -> jax.Array:
     contraction = "tri,tio->tro" if in_first else "tri,toi->tro"
 
     def step(_, operands):
@@ -117,9 +138,7 @@ def grouped_matmul(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first
     return y.reshape(len(x_MxI), -1)
 
 
-def _weight_gradient(a_MxA: jax.Array, b_MxB: jax.Array, expert_N: jax.Array, experts: int) -> jax.Array:
-    """``[E, A, B]``: the outer products of the rows of each expert, added in float32; zero for one without rows."""
-
+def _add_tiles(a_MxA: jax.Array, b_MxB: jax.Array, expert_N: jax.Array, experts: int) -> jax.Array:
     def step(total, operands):
         (a, expert), (b, _) = operands
         part = jnp.einsum("tra,trb->tab", a, b, precision=full_precision(a.dtype), preferred_element_type=jnp.float32)

@@ -13,6 +13,7 @@ from megatrain_jax.host.store import HostStore
 from megatrain_jax.model import Model, load
 from megatrain_jax.models.attention import AttentionOptions, attend
 from megatrain_jax.models.blocks import tensor_shapes
+from megatrain_jax.models.experts import grouped_matmul
 from megatrain_jax.stream.pipeline import Settings
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import make_mesh
@@ -128,3 +129,21 @@ def test_a_resumed_run_equals_one_without_a_break_bit_for_bit(tmp_path, memory):
     assert records(whole) == records(resumed)
     for name, value in saved_weights(whole).items():
         assert value.tobytes() == saved_weights(resumed)[name].tobytes(), name
+
+
+def test_kernels_of_experts_equal_plain_tiles():
+    rng = np.random.default_rng(0)
+    tiles, depth, width = 16, 192, 320
+    expert_N = np.sort(rng.choice([0, 1, 3], tiles)).astype(np.int32)
+    x, dy = (jax.numpy.asarray(rng.normal(size=(128 * tiles, n)), "bfloat16") for n in (depth, width))
+    w = jax.numpy.asarray(rng.normal(size=(4, width, depth)), "bfloat16")
+
+    def all_of(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, expert_N, False), x, w)
+        return y, *pull(dy)
+
+    on_gpu = jax.jit(all_of)(*jax.device_put((x, w, dy), jax.devices("cuda")[0]))
+    on_cpu = jax.jit(all_of)(*jax.device_put((x, w, dy), jax.devices("cpu")[0]))
+    for got, want in zip(on_gpu, on_cpu):
+        got, want = (np.asarray(a, np.float64) for a in (got, want))
+        assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)

@@ -307,15 +307,20 @@ def model_flops_per_token(spec, seq: int) -> int:
         for path, shape in tensor_shapes(layer).items():
             if len(shape) == 3 and ".experts." in path:
                 matmuls += math.prod(shape) * layer.moe.top_k // layer.moe.num_experts
-            elif len(shape) == 2 and not path.endswith("bias"):
+            elif len(shape) == 2 and not path.endswith("bias") and "norm" not in path:
                 matmuls += math.prod(shape)
-    return 6 * matmuls + 3 * sum(attention_flops_per_token(layer, seq) for layer in spec.layers)
+    return 6 * matmuls + 3 * sum(mixer_flops_per_token(layer, seq) for layer in spec.layers)
 
 
-def attention_flops_per_token(layer, seq: int) -> int:
-    """Of forward: scores and their products with the values, half of which causality leaves."""
+def mixer_flops_per_token(layer, seq: int) -> int:
+    """Of forward, without projections: scores and their products with the values that are seen, or updates and reads of a
+    matrix."""
+    if layer.delta is not None:
+        return 6 * layer.delta.value_heads * layer.delta.key_dim * layer.delta.value_dim
     value_dim = layer.latent.value_dim if layer.latent else layer.head_dim
-    return layer.num_heads * (layer.head_dim + value_dim) * seq
+    window = min(seq, layer.sliding_window or seq)
+    pairs = window * seq - window**2 // 2
+    return 2 * layer.num_heads * (layer.head_dim + value_dim) * pairs // seq
 
 
 def recomputed_flops_per_token(spec, seq: int, plan) -> int:
@@ -324,7 +329,7 @@ def recomputed_flops_per_token(spec, seq: int, plan) -> int:
     last = lambda s: s.top_k * s.intermediate_size + s.shared_size  # noqa: E731
     inner = {layer: last(layer.moe) if layer.moe else layer.intermediate_size for layer in layers}
     weights = sum(layer.active_parameters - layer.hidden_size * inner[layer] for layer in layers)
-    return 2 * weights + sum(attention_flops_per_token(layer, seq) for layer in layers)
+    return 2 * weights + sum(mixer_flops_per_token(layer, seq) for layer in layers)
 
 
 class HostMemory:

@@ -25,7 +25,10 @@ def full_precision(dtype: jnp.dtype) -> str | None:
 
 
 class Linear(nn.Module):
-    """``x @ weight.T + bias``; ``weight [out, in]``, ``bias [out]``; accumulated and returned in `out_dtype` if given."""
+    """``x @ weight.T + bias``; ``weight [out, in]``, ``bias [out]``.
+
+    Without a bias it is accumulated and returned in `out_dtype` if that is given.
+    """
 
     out_features: int
     bias: bool = False
@@ -34,13 +37,35 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.param("weight", nn.initializers.zeros, (self.out_features, x.shape[-1]))
-        y = jnp.einsum(
+        if self.bias:
+            return affine(x, weight, self.param("bias", nn.initializers.zeros, (self.out_features,)))
+        return jnp.einsum(
             "...i,oi->...o", x, weight, precision=full_precision(x.dtype), preferred_element_type=self.out_dtype
         )
-        if self.bias:
-            bias = self.param("bias", nn.initializers.zeros, (self.out_features,))
-            y += bias.reshape((1,) * (y.ndim - 1) + (-1,))
-        return y
+
+
+@jax.custom_vjp
+def affine(x: jax.Array, weight: jax.Array, bias: jax.Array) -> jax.Array:
+    """``x @ weight.T + bias`` in the dtype of `x`, rounded once. The matmuls of its gradient read that dtype too."""
+    precision = full_precision(x.dtype)
+    y = jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return (y + bias.astype(jnp.float32).reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _affine_forward(x: jax.Array, weight: jax.Array, bias: jax.Array):
+    return affine(x, weight, bias), (x, weight, bias)
+
+
+def _affine_backward(residuals, dy: jax.Array):
+    x, weight, bias = residuals
+    precision = full_precision(x.dtype)
+    dx = jnp.einsum("...o,oi->...i", dy, weight, precision=precision)
+    rows, columns = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    dweight = jnp.einsum("to,ti->oi", rows, columns, precision=precision)
+    return dx, dweight, rows.astype(jnp.float32).sum(axis=0).astype(bias.dtype)
+
+
+affine.defvjp(_affine_forward, _affine_backward)
 
 
 class Norm(nn.Module):
@@ -86,4 +111,5 @@ class GatedMLP(nn.Module):
             gate = Linear(s.intermediate_size, s.mlp_bias, name="gate_proj")(x)
             up = Linear(s.intermediate_size, s.mlp_bias, name="up_proj")(x)
         gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-        return Linear(s.hidden_size, s.mlp_bias, name="down_proj")(ACTIVATIONS[s.activation](gate) * up)
+        h = ACTIVATIONS[s.activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return Linear(s.hidden_size, s.mlp_bias, name="down_proj")(h.astype(x.dtype))

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 
 from megatrain_jax.config import MemoryConfig, UserError
+from megatrain_jax.models.deltanet import CHUNK
+from megatrain_jax.models.exact_attention import QUERY_TILE
 from megatrain_jax.models.experts import num_rows
 from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
@@ -89,7 +91,8 @@ def layer_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool
     )
     # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
     head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
-    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + head
+    scores = 4 * max((scores_in_backward(s, tokens) for s in spec.layers), default=0)
+    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + scores + head
 
 
 def working_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, accumulate: bool) -> int:
@@ -108,6 +111,17 @@ def values_in_backward(layer: LayerSpec, tokens: int) -> int:
     rows = num_rows(tokens * s.top_k, s.num_experts) * (4 * layer.hidden_size + 6 * s.intermediate_size)
     # Logits and probabilities of the router are float32.
     return rows + tokens * (5 * s.shared_size + 4 * layer.hidden_size + 6 * s.num_experts)
+
+
+def scores_in_backward(layer: LayerSpec, tokens: int) -> int:
+    """Float32 values besides, where no fused kernel computes the attention: `models.exact_attention`, `models.deltanet`."""
+    if layer.delta is not None:
+        d = layer.delta
+        states = 2 * d.value_heads * d.key_dim * d.value_dim // CHUNK  # one at the start of each chunk
+        return tokens * (states + 16 * d.channels + 8 * d.value_heads * d.value_dim)
+    if layer.attention_softcap is None and not layer.sinks:
+        return 0
+    return tokens * (4 * layer.num_heads * QUERY_TILE + 4 * layer.num_kv_heads * layer.head_dim)
 
 
 def make_plan(
@@ -275,11 +289,15 @@ def spend_room(
 
 def intermediates(layer: LayerSpec, tokens: int) -> int:
     """Values that a layer keeps for so many tokens: its input and `models.blocks.INTERMEDIATES`."""
-    values = layer.num_heads * (layer.latent.value_dim if layer.latent else layer.head_dim)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    attention = queries + (queries + 2 * values if layer.latent else queries + 2 * keys)
+    if layer.delta is not None:
+        mixer = layer.delta.channels + 2 * layer.delta.value_heads * (layer.delta.value_dim + 1)
+    elif layer.latent is not None:
+        mixer = 2 * queries + 2 * layer.num_heads * layer.latent.value_dim
+    else:
+        mixer = (2 + layer.output_gate) * queries + 2 * keys
     normed = (layer.norms.attention_out is not None) + (layer.norms.mlp_out is not None)
-    rest = attention + (2 + normed) * layer.hidden_size
+    rest = mixer + (2 - layer.parallel + normed) * layer.hidden_size
     if layer.moe is None:
         return tokens * (rest + 2 * layer.intermediate_size)
     s = layer.moe

@@ -26,7 +26,7 @@ def influence(spec, segments: np.ndarray) -> np.ndarray:
     head = {path: weights[spec.tensor_name(len(spec.blocks) - 1, path)] for path in tensor_shapes(spec.blocks[-1])}
 
     def logits_at(x, at):
-        y = hidden_states(spec, weights, x, context)
+        y, _ = hidden_states(spec, weights, x, context)
         return (Head(spec.blocks[-1]).apply(bind(head), y) * mix)[0].sum(-1) @ at
 
     gradients = jax.jit(jax.vmap(jax.grad(logits_at), in_axes=(None, 0)))(x, jnp.eye(SEQ))

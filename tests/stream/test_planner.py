@@ -13,7 +13,8 @@ from megatrain_jax.config import MemoryConfig, OptimizerConfig, TrainingConfig, 
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.models.blocks import tensor_shapes
-from megatrain_jax.models.spec import Context, LatentSpec, MoESpec
+from megatrain_jax.models.families import spec_from_config
+from megatrain_jax.models.spec import Context, MoESpec
 from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,
@@ -22,9 +23,11 @@ from megatrain_jax.stream.planner import (
     make_plan,
     spend_room,
     state_bytes_per_parameter,
+    working_bytes,
 )
-from megatrain_jax.stream.templates import layer_forward_keeping
+from megatrain_jax.stream.templates import layer_backward, layer_forward_keeping
 from tests.conftest import small_spec
+from tests.families import first_cases, raw_config
 from tests.reference import execution, make_model, random_weights
 
 SPEC = small_spec(4, hidden_size=256, intermediate_size=512, head_dim=64)
@@ -272,28 +275,32 @@ def test_what_is_asked_for_is_done_or_refused_with_figures(key, wanted):
         spent(MemoryConfig(**{key: wanted}), device_bytes=int(first.device / MARGIN) + 1)
 
 
-LATENT = dict(latent=LatentSpec(12, 16, 8, 8, 6), num_kv_heads=4, head_dim=16)
+# Layers whose attention no fused kernel computes.
+WITHOUT_KERNEL = ["gemma2 strong caps", "qwen3_5_text"]
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"moe": MoESpec(8, 2, 96, shared_size=64)}, LATENT], ids=["dense", "experts", "latent"]
-)
-def test_kept_intermediates_are_what_the_template_keeps(changes):
-    layer, run = (
-        small_spec(1, hidden_size=256, intermediate_size=512, **({"head_dim": 64} | changes)).layers[0],
-        execution(),
-    )
-    weights = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(layer).items()}
-    x = jax.ShapeDtypeStruct((2, 16, layer.hidden_size), np.float32)
-    ids = jax.ShapeDtypeStruct((2, 16), np.int32)
-    template = layer_forward_keeping(layer, run, frozenset(weights))
-    *_, pullback = jax.eval_shape(template, weights, x, Context(ids, ids))
-    held = [leaf.shape for leaf in jax.tree.leaves(pullback)]
-    for shape in tensor_shapes(layer).values():
-        held.remove(shape)
-    kept = sum(math.prod(shape) for shape in held)
-    # What is not named and yet kept is small: the tables of the rotary embedding, positions and segments.
-    assert intermediates(layer, 32) <= kept <= intermediates(layer, 32) * 1.1
+def structures(name):
+    """The distinct layers of a case, wide enough that what is named outweighs tables and statistics."""
+    raw = raw_config(name)
+    wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 96, "head_dim": 64}
+    return set(spec_from_config(raw | {key: size for key, size in wide.items() if key in raw}).layers)
+
+
+@pytest.mark.parametrize("name", [*first_cases(), *WITHOUT_KERNEL[:1]])
+def test_kept_intermediates_are_what_the_template_keeps(name):
+    for layer in structures(name):
+        weights = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(layer).items()}
+        x = jax.ShapeDtypeStruct((2, 16, layer.hidden_size), np.float32)
+        ids = jax.ShapeDtypeStruct((2, 16), np.int32)
+        template = layer_forward_keeping(layer, execution(), frozenset(weights))
+        *_, pullback = jax.eval_shape(template, weights, x, Context(ids, ids))
+        held = [leaf.shape for leaf in jax.tree.leaves(pullback)]
+        for shape in tensor_shapes(layer).values():
+            if shape in held:
+                held.remove(shape)
+        kept = sum(math.prod(shape) for shape in held)
+        # What is not named and yet kept is small: the tables of the rotary embedding, positions and segments.
+        assert intermediates(layer, 32) <= kept <= intermediates(layer, 32) * 1.1, layer
 
 
 def test_experts_count_by_the_rows_that_they_compute():
@@ -318,3 +325,21 @@ def test_a_step_with_an_auxiliary_loss_is_not_cut_into_groups():
     with pytest.raises(UserError, match="auxiliary loss of the whole step.*router_aux_loss_coef: 0"):
         plan(MemoryConfig(offload_activations=False), spec=balanced, device_bytes=fits - 1)
     assert plan(MemoryConfig(offload_activations=False), spec=sparse, device_bytes=fits - 1).group_size < 4
+
+
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+def test_scores_in_float32_are_part_of_what_a_layer_works_with(name):
+    """What XLA takes for backward of one layer, of which scores are the most here, is no more than planned."""
+    for layer in structures(name):
+        if layer.delta is None and layer.attention_softcap is None:
+            continue
+        rows, seq = 2, 640
+        shapes = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(layer).items()}
+        x = jax.ShapeDtypeStruct((rows, seq, layer.hidden_size), np.float32)
+        ids = jax.ShapeDtypeStruct((rows, seq), np.int32)
+        program = layer_backward(layer, execution(), frozenset(shapes), True)
+        compiled = program.lower(shapes, x, x, (), Context(ids, ids), None, jax.ShapeDtypeStruct((), np.float32))
+        taken = compiled.compile().memory_analysis().temp_size_in_bytes
+        spec = dataclasses.replace(SPEC, layers=(layer,), vocab_size=8, hidden_size=layer.hidden_size)
+        planned = working_bytes(spec, tokens=rows * seq, itemsize=4, loss_tile=1, accumulate=False)
+        assert planner.scores_in_backward(layer, rows * seq) <= taken <= planned

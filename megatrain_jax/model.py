@@ -220,16 +220,34 @@ def save(model: Model, out_dir: str | Path, *, dtype: str = "bfloat16", max_shar
       UserError: the folder cannot be written.
     """
     tensors = model.store.tensors
-    pieces = written_pieces(model.spec, {name: tensor.shape for name, tensor in tensors.items()})
+    read = lambda name: tensors[name].read()  # noqa: E731
+    write(out_dir, model.spec, read, model.config, model.source, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def write(
+    out_dir: str | Path,
+    spec: ModelSpec,
+    read: Callable[[str], np.ndarray],
+    config: Mapping[str, Any],
+    source: Path,
+    *,
+    dtype: str,
+    max_shard_size: str | int,
+) -> None:
+    """Writes a Hugging Face folder of tensors wherever they are; `read` gives the one of a name, called once for each.
+
+    The other arguments are those of `Model` and `save`.
+    """
+    pieces = written_pieces(spec, model_tensors(spec))
     # Pieces of one tensor follow one another.
-    read = functools.lru_cache(maxsize=1)(lambda name: tensors[name].read())
+    read = functools.lru_cache(maxsize=1)(read)
     huggingface.save_folder(
         out_dir,
         {key: piece.shape for key, piece in pieces.items()},
         lambda key: read(pieces[key].name)[pieces[key].where],
         # What is written is not quantised, whatever was read.
-        config={key: value for key, value in model.config.items() if key != "quantization_config"},
-        source=model.source,
+        config={key: value for key, value in config.items() if key != "quantization_config"},
+        source=source,
         dtype=dtype,
         max_shard_size=max_shard_size,
     )

@@ -142,7 +142,7 @@ class Trainer:
             p = plan(config, prepared, mesh)
         model = models.load_for_training(config, mesh, p.resident)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
-        self._identity = identity(config, prepared) | {"frozen": state.frozen_hash(model.store)}
+        self._identity = identity(config, prepared) | {"frozen": state.frozen_hashes(model.store)}
         at, notes = self._load(candidates, damaged, model.store)
         at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
 

@@ -35,6 +35,7 @@ MAY_IMPORT = {
         "preparation",
     },
     "train": {"signals", "config", "models", "trainer", "preparation"},
+    "export": {"config", "models", "checkpoint", "model", "signals"},
     "plan": {"config", "train", "preparation", "stream"},
     "preview": {"config", "train", "data", "models", "report"},
 }

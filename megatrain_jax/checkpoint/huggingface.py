@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -163,7 +164,7 @@ def save_folder(
     """Writes a folder that transformers loads: weights, config.json and the tokenizer files of `source`.
 
     Everything is written into a sibling folder that takes the place of `out_dir` at the end, so a failure leaves what
-    was there before. Shards are filled in the order of `tensors`; a tensor larger than a shard has one of its own.
+    was there before. Each shard is read back and compared. Shards are filled in the order of `tensors`; a tensor larger than a shard has one of its own.
 
     config.json is the source's, byte for byte, if it says the same as `config`. Only if its ``dtype`` (or
     ``torch_dtype``) names another dtype than the files hold is that value changed: transformers loads weights in the
@@ -189,9 +190,11 @@ def save_folder(
         aside.mkdir()
         for file, names in shards.items():
             with open(aside / file, "wb") as stream:
-                _write_shard(stream, {name: tensors[name] for name in names}, read, dtype)
+                sums = _write_shard(stream, {name: tensors[name] for name in names}, read, dtype)
                 stream.flush()
                 os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the disk is asked
+            _read_back(aside / file, sums)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -425,8 +428,12 @@ def _write_shard(
     tensors: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: str,
-) -> None:
-    """One safetensors file: length of the header (u64), header (JSON padded to 8 bytes), tensors without gaps."""
+) -> dict[str, int]:
+    """One safetensors file: length of the header (u64), header (JSON padded to 8 bytes), tensors without gaps.
+
+    Returns:
+      The CRC-32 of what was written for each tensor.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
@@ -436,13 +443,28 @@ def _write_shard(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
+    sums = {}
     for name, shape in tensors.items():
         array = read(name)
         if array.shape != tuple(shape):
             raise ValueError(f"tensor '{name}' was read with shape {array.shape}, announced as {tuple(shape)}")
         flat, target = array.reshape(-1), _format(name, dtype)[1]
+        sums[name] = 0
         for start in range(0, flat.size, _CHUNK):
-            stream.write(flat[start : start + _CHUNK].astype(target, copy=False).tobytes())
+            data = flat[start : start + _CHUNK].astype(target, copy=False).tobytes()
+            sums[name] = zlib.crc32(data, sums[name])
+            stream.write(data)
+    return sums
+
+
+def _read_back(file: Path, sums: Mapping[str, int]) -> None:
+    """Raises UserError unless a file that was written is read again as it was given."""
+    with _open(file) as tensors:
+        for name, expected in sums.items():
+            if zlib.crc32(tensors.get_tensor(name).reshape(-1).view(np.uint8)) != expected:
+                raise UserError(
+                    f"cannot save '{file.name}': tensor '{name}' is not read as it was written; check the disk"
+                )
 
 
 def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str | None) -> bytes:

@@ -200,8 +200,8 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def frozen_hash(store: HostStore) -> str:
-    """CRC-32 of every tensor that is not trained and so not in checkpoints, in one text."""
+def frozen_hashes(store: HostStore) -> dict[str, str]:
+    """CRC-32 of the float32 value of every tensor that is not trained and so not in checkpoints, by name."""
 
     def crc(tensor: HostTensor) -> str:
         master, value = tensor.state()["master"], 0
@@ -211,8 +211,9 @@ def frozen_hash(store: HostStore) -> str:
             value = zlib.crc32(piece, value)
         return f"{value:08x}"
 
+    frozen = [tensor for tensor in store.tensors.values() if not tensor.trainable]
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return "".join(pool.map(crc, [tensor for tensor in store.tensors.values() if not tensor.trainable]))
+        return dict(zip([tensor.name for tensor in frozen], pool.map(crc, frozen), strict=True))
 
 
 def _layout(store: HostStore, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, tensors.FlatArray], int]:

@@ -26,6 +26,7 @@ class _Wait:
 
 _waits: set[_Wait] = set()  # of every thread of this process
 _guard = threading.Lock()
+_progress = 0  # counts up
 
 
 @contextlib.contextmanager
@@ -39,6 +40,13 @@ def waiting(what: str) -> Iterator[None]:
     finally:
         with _guard:
             _waits.discard(wait)
+
+
+def progressed() -> None:
+    """Says that long work, such as writing a checkpoint, went on; whoever waits for it has not waited in vain."""
+    global _progress
+    with _guard:
+        _progress += 1
 
 
 def end_process(message: str) -> NoReturn:
@@ -78,12 +86,13 @@ class Watchdog:
     def _run(self) -> None:
         ages: dict[_Wait, float] = {}
         warned: set[_Wait] = set()
-        last = time.monotonic()
+        last, seen = time.monotonic(), _progress
         while not self._closed.wait(self._tick):
             now = time.monotonic()
             passed, last = min(now - last, 2 * self._tick), now
             with _guard:
-                ages = {wait: ages.get(wait, -passed) + passed for wait in _waits}
+                ages = {wait: ages.get(wait, -passed) + passed if seen == _progress else 0.0 for wait in _waits}
+                seen = _progress
             warned.intersection_update(ages)
             if max(ages.values(), default=0.0) >= self._seconds:
                 self._end(

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatrain_jax import watchdog
-from megatrain_jax.watchdog import Watchdog, waiting
+from megatrain_jax.watchdog import Watchdog, progressed, waiting
 
 
 class Heard:
@@ -61,6 +61,16 @@ def test_progress_is_no_wait_however_long_it_takes():
             with waiting(f"block {block}"):
                 time.sleep(0.05)
     assert heard.ends == []
+
+
+def test_work_that_goes_on_elsewhere_is_progress_for_all_until_it_stops():
+    heard = Heard()
+    with heard.watch(0.5), waiting("the update of block 3"):
+        for _ in range(30):
+            time.sleep(0.05)
+            progressed()
+        assert heard.ends == []
+        assert heard.ended.wait(20)
 
 
 def test_a_wait_that_fails_is_over():

@@ -177,7 +177,14 @@ class Trainer:
             if not held:
                 progress.message("lock       this file system has none: see to it that no second run writes here")
             evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
-            loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver)
+            try:
+                loss = self._train(
+                    at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver
+                )
+            except Exception as error:
+                if saver.is_running:
+                    progress.message(f"failed     {error!r}; the checkpoint that is being written is finished first")
+                raise
             if self._profile:
                 record.close()  # what is still to be seen belongs to the last step
                 if line := self._profile.finish():

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatrain_jax.checkpoint import state
 from megatrain_jax.host.store import HostStore
+from megatrain_jax.watchdog import waiting
 
 
 class _Abandoned(Exception):
@@ -53,13 +54,17 @@ class Saver:
     def result(self) -> str | None:
         """Waits for the save that was started; a line about it the first time, then None. Raises what ended it."""
         running, self._running = self._running, None
-        return None if running is None else running.result()
+        if running is None:
+            return None
+        with waiting("the end of the checkpoint that is being written"):
+            return running.result()
 
     def close(self, *, abandon: bool = False) -> None:
         """Ends the thread, after the save that is running, or at once if it is abandoned; that leaves nothing behind."""
         if abandon:
             self._abandoned.set()
-        self._thread.shutdown()
+        with waiting("the end of the checkpoint that is being written"):
+            self._thread.shutdown()
 
     def __enter__(self) -> Saver:
         return self

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorstore as ts
 
-from megatrain_jax.watchdog import waiting
+from megatrain_jax.watchdog import progressed, waiting
 
 PIECE = 32 << 20  # bytes of a chunk; enough for the speed of any disk
 SMALLEST = 1 << 20  # bytes of a chunk, however small the arrays are
@@ -107,6 +107,7 @@ class Writer:
     def _land(self) -> None:
         with waiting(f"the disk to take a part of '{self._array.path}'"):
             self._flying.popleft().result()
+        progressed()
 
 
 class Reader:

@@ -158,7 +158,8 @@ class Updater:
                     raise NonFiniteError(
                         f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
                     )
-                self._store.holds.wait(block)
+                with waiting(f"block {block} to be written to the checkpoint"):
+                    self._store.holds.wait(block)
                 self._record("update", block)
                 for path, tensor in self._store.owned(block).items():
                     self._optimizer.update(tensor, grads.rows(path), scale)

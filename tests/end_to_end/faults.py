@@ -31,7 +31,11 @@ POINTS = {
     "data.loader:TrainLoader.step": "loader",
     "report.metrics:MetricsLog.write": "main",
     "checkpoint.state:save": "saver",
+    "checkpoint.saver:Saver.start": "main",
+    "checkpoint.saver:Saver.result": "main",
     "checkpoint.tensors:Writer._land": "saver",
+    "checkpoint.manifest:sync_folder": "saver",
+    "host.holds:Holds.wait": "optimizer",
     "checkpoint.huggingface:save_folder": "main",
 }
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from megatrain_jax.models import grouped_kernels
 from megatrain_jax.models.parts import full_precision
 
-TILES_AT_ONCE = 16  # tiles of one batched matmul; their weights are gathered beside each other
-LARGEST_TILE = 512
+TILES_AT_ONCE = 16  # without a kernel: tiles of one batched matmul, whose weights are gathered beside each other
+LARGEST_TILE = grouped_kernels.ROWS  # a larger one would only be padded more
 
 
 class Rows(NamedTuple):
@@ -36,8 +36,8 @@ class Rows(NamedTuple):
 
 
 def tile_size(choices: int, experts: int) -> int:
-    """Rows in a tile: few enough that padding, at most a tile for each expert, stays below an eighth of the rows."""
-    fair = max(choices // (8 * experts), 8)
+    """Rows in a tile: few enough that padding, at most a tile for each expert, stays below a quarter of the rows."""
+    fair = max(choices // (4 * experts), 8)
     return min(1 << (fair.bit_length() - 1), LARGEST_TILE)
 
 

@@ -12,16 +12,19 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # jax 0.11 calls it deprecated; one without it computes with plain tiles
+    triton = None
 
 ROWS, DEPTH = 128, 64  # of a program's tile; rows of one expert come in multiples of ROWS
 COLUMNS = 256
-_PARAMS = triton.CompilerParams(num_warps=8, num_stages=3)
 
 
 def fits(tile: int, *widths: int) -> bool:
     """Whether the kernels take rows in tiles of `tile` and weights of these widths."""
-    return tile % ROWS == 0 and all(width % DEPTH == 0 for width in widths)
+    return triton is not None and tile % ROWS == 0 and all(width % DEPTH == 0 for width in widths)
 
 
 def _columns(width: int, columns: int, j: jax.Array) -> tuple[pl.Slice, jax.Array | None]:
@@ -74,7 +77,7 @@ def multiply_rows(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, *, in_fir
         kernel,
         out_shape=jax.ShapeDtypeStruct((rows, width), x_MxI.dtype),
         grid=(rows // ROWS * programs,),
-        compiler_params=_PARAMS,
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
     )(expert_of, x_MxI, w)
 
@@ -116,6 +119,6 @@ def sum_outer_products(
         kernel,
         out_shape=jax.ShapeDtypeStruct((experts, height, width), a_MxA.dtype),
         grid=(-(-height // lines), -(-width // columns), experts),
-        compiler_params=_PARAMS,
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
     )(ends - counts, ends, a_MxA, b_MxB)

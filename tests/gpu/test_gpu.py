@@ -131,6 +131,7 @@ def test_a_resumed_run_equals_one_without_a_break_bit_for_bit(tmp_path, memory):
         assert value.tobytes() == saved_weights(resumed)[name].tobytes(), name
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 def test_kernels_of_experts_equal_plain_tiles():
     rng = np.random.default_rng(0)
     tiles, depth, width = 16, 192, 320

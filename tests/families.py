@@ -195,6 +195,12 @@ CASES |= {
     "qwen3_moe": {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True},
     "qwen3_moe mixed": {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}
     | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "norm_topk_prob": False},
+    "qwen3_next": {**QWEN_MOE, **DELTA, "head_dim": 16, "full_attention_interval": 2}
+    | {"shared_expert_intermediate_size": 40},
+    "qwen3_next mixed": {**QWEN_MOE, **DELTA, "head_dim": 16, "layer_types": [FULL, LINEAR], "attention_bias": True}
+    | {"mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {**QWEN_MOE, **DELTA, "head_dim": 16, "full_attention_interval": 2}
+    | {"rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "mrope_section": [1, 1, 0]}},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
     | {"swiglu_limit": 0.5, "router_aux_loss_coef": 0.1}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}},

@@ -321,7 +321,7 @@ def _cohere_decoder(config: Mapping[str, Any], types: list[str], **switches: Any
     return dataclasses.replace(spec, logit_multiplier=number(config, "logit_scale"))
 
 
-_HYBRID = {
+HYBRID = {
     "num_attention_heads": 16,
     "max_position_embeddings": 32768,
     "head_dim": 256,
@@ -337,7 +337,7 @@ _HYBRID = {
 
 def _qwen3_5(config: Mapping[str, Any]) -> ModelSpec:
     sizes = {"vocab_size": 248320, "intermediate_size": 12288, "num_key_value_heads": 4}
-    config = {**DEFAULTS, **_HYBRID, **sizes, **config}
+    config = {**DEFAULTS, **HYBRID, **sizes, **config}
     return hybrid_decoder(config, fused=False)
 
 

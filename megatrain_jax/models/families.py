@@ -76,7 +76,7 @@ _SPECIAL = {
 }
 
 # Models with a language model in them, and the model type of that one; the rest of such a model is left out.
-_LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+_LANGUAGE_MODELS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 # Asked for often, and why the answer is no.
 _REFUSED = {

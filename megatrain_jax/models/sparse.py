@@ -10,6 +10,7 @@ from typing import Any
 from megatrain_jax.config import UserError
 from megatrain_jax.models.config_keys import count, flag, layer_types, number, only, read_rope
 from megatrain_jax.models.decoder import DEFAULTS, Family, decoder, no_bias, one_type, sliding_only_if
+from megatrain_jax.models.dense import HYBRID, hybrid_decoder
 from megatrain_jax.models.spec import LatentSpec, ModelSpec, MoESpec
 
 # Keys that only these families read.
@@ -209,10 +210,53 @@ def _glm4_moe(config: Mapping[str, Any]) -> ModelSpec:
     return _with_experts(spec, _sigmoid_experts(config), _after_dense(config))
 
 
+_QWEN_HYBRID = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 10,
+    "num_experts": 512,
+    "norm_topk_prob": True,
+}
+
+
+def _qwen3_next(config: Mapping[str, Any]) -> ModelSpec:
+    config = {**DEFAULTS, **HYBRID, **_QWEN_HYBRID, **config}
+    return _hybrid_experts(config, fused=True, normalise=flag(config, "norm_topk_prob"))
+
+
+def _qwen3_5_moe(config: Mapping[str, Any]) -> ModelSpec:
+    sizes = {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts_per_tok": 8, "num_experts": 256}
+    config = {**DEFAULTS, **HYBRID, **_QWEN_HYBRID, **sizes, **config}
+    only(config, "norm_topk_prob", True)
+    only(config, "decoder_sparse_step", 1)
+    only(config, "mlp_only_layers", [])
+    return _hybrid_experts(config, fused=False, normalise=True)
+
+
+def _hybrid_experts(config: Mapping[str, Any], *, fused: bool, normalise: bool) -> ModelSpec:
+    moe = dataclasses.replace(
+        _experts(config, "num_experts"),
+        normalise=normalise,
+        shared_size=count(config, "shared_expert_intermediate_size"),
+        shared="shared_expert",
+        shared_gate=True,
+    )
+    return _balanced(config, _with_experts(hybrid_decoder(config, fused=fused), moe, _qwen_sparse(config)))
+
+
 SPARSE: dict[str, Family] = {
     "mixtral": Family("Mixtral", _mixtral, ("num_experts", "num_local_experts")),
     "qwen2_moe": Family("Qwen2Moe", _qwen2_moe, ("num_experts",)),
     "qwen3_moe": Family("Qwen3Moe", _qwen3_moe, ("num_experts", "num_local_experts")),
+    "qwen3_next": Family("Qwen3Next", _qwen3_next, ("num_experts", "partial_rotary_factor")),
+    "qwen3_5_moe_text": Family("Qwen3_5Moe", _qwen3_5_moe, ("num_experts", "partial_rotary_factor")),
     "gpt_oss": Family("GptOss", _gpt_oss, ("num_experts", "num_local_experts", "quantization_config")),
     "deepseek_v2": Family("DeepseekV2", _deepseek_v2, ("num_experts",)),
     "deepseek_v3": Family("DeepseekV3", _deepseek_v3, ("num_local_experts",)),

@@ -298,10 +298,11 @@ class LayerSpec:
 
     @property
     def mlp_parameters(self) -> int:
+        width = self.intermediate_size if self.moe is None else self.moe.shared_size
+        biases = (2 * width + self.hidden_size) * self.mlp_bias * (width > 0)
         if self.moe is not None:
-            return self.moe.num_parameters(self.hidden_size, self.moe.num_experts)
-        biases = (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return 3 * self.hidden_size * self.intermediate_size + biases
+            return self.moe.num_parameters(self.hidden_size, self.moe.num_experts) + biases
+        return 3 * self.hidden_size * width + biases
 
     @property
     def num_parameters(self) -> int:
@@ -327,8 +328,8 @@ class LayerSpec:
         idle = 0 if self.moe is None else self.moe.num_experts - self.moe.top_k
         if not idle:
             return self.num_parameters
-        busy = self.moe.num_parameters(self.hidden_size, self.moe.top_k)
-        return self.num_parameters - self.mlp_parameters + busy
+        experts = (self.moe.num_parameters(self.hidden_size, count) for count in (self.moe.num_experts, self.moe.top_k))
+        return self.num_parameters - next(experts) + next(experts)
 
 
 @dataclasses.dataclass(frozen=True)

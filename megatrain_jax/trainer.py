@@ -249,6 +249,7 @@ class Trainer:
                     tokens=tokens,
                     supervised_tokens=_count(micro_batches, "loss_weights"),
                     seconds=outcome.seconds,
+                    router_loss=outcome.router_loss,
                 )
                 if at.step % config.logging.log_interval == 0 or at.step == total:
                     line = {"step": at.step, **meter.record(), "learning_rate": rate, "tokens": at.tokens}

@@ -187,7 +187,7 @@ MSCALE_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings"
 MSCALE_YARN |= {"mscale_all_dim": 0.9, "beta_fast": 8, "beta_slow": 1}
 CASES |= {
     "mixtral": {"num_local_experts": 6, "router_aux_loss_coef": 0.1},
-    "mixtral sliding tied": {"num_local_experts": 6, "num_experts_per_tok": 1, "sliding_window": 6, "head_dim": 16}
+    "mixtral sliding tied": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6, "head_dim": 16}
     | {"tie_word_embeddings": True, "router_aux_loss_coef": 0.0},
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 40},
     "qwen2_moe sliding mixed": {**QWEN_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}

@@ -214,7 +214,7 @@ def test_an_interrupted_run_says_what_is_left_of_it(project, capsys, strategy, s
 
 def test_a_meter_that_is_carried_over_goes_on_where_it_was():
     steps = [
-        dict(loss=x, grad_norm=2 * x, tokens=10, supervised_tokens=3, seconds={"forward": x})
+        dict(loss=x, grad_norm=2 * x, tokens=10, supervised_tokens=3, seconds={"forward": x}, router_loss=x / 2)
         for x in (0.1, 0.7, np.nan)
     ]
     whole, first = Meter(), Meter()
@@ -226,6 +226,7 @@ def test_a_meter_that_is_carried_over_goes_on_where_it_was():
         second.start(), second.finish(**step)
     a, b = whole.record(), second.record()
     assert a["loss"] == b["loss"] == (0.1 + 0.7) / 2
+    assert a["router_loss"] == b["router_loss"] == (0.1 + 0.7) / 4
     for key in ("grad_norm", "supervised_share"):
         np.testing.assert_equal(a[key], b[key])
     assert whole.carried() == {} and a["supervised_share"] == 0.3

@@ -62,14 +62,14 @@ class StepOutcome(NamedTuple):
       applied: False if the step was skipped.
       seconds: wall time of "forward", "backward", and of "optimizer_wait", the part of the two in which the dispatching
         thread waited for an update.
-      router_loss: the part of `loss` that is the auxiliary loss; 0 where there is none.
+      router_loss: the part of `loss` that is the auxiliary loss; None without routers to balance.
     """
 
     loss: float
     grad_norm: float
     applied: bool
     seconds: dict[str, float]
-    router_loss: float = 0.0
+    router_loss: float | None = None
 
 
 # Called with a block and its gradients, once for each group of micro-batches.
@@ -196,7 +196,9 @@ class Pipeline:
             kept = Activations(run.mesh, offload=self.settings.offload_activations)
             xs, stats = self._forward(run, ahead, weights, placed, kept)
             if stats is not None:
-                balance, stats = templates.router_loss(stats, np.float32(self.store.spec.router_aux_loss_coef))
+                coefficient = self.store.spec.router_aux_loss_coef
+                balance, stats = templates.router_loss(stats, np.float32(coefficient))
+                balance = balance if coefficient else None
             loss, dxs, tied, sumsq = self._backward_head(run, ahead, weights, placed, xs, sumsq, scale, sink)
             losses += loss
             del xs
@@ -243,7 +245,7 @@ class Pipeline:
         loss, sumsq, balance = self.gradients(micro_batches, sink)
         with waiting("the loss and the gradient norm of the step"):
             loss, sumsq = mesh.scalar(loss), mesh.scalar(sumsq)
-            router_loss = 0.0 if balance is None else mesh.scalar(balance)
+            router_loss = None if balance is None else mesh.scalar(balance)
         if grouped:
             sumsq = mesh.sum_over_processes(math.fsum(sums.squared_norm() for sums in held.values()))
         norm = math.sqrt(sumsq) if sumsq >= 0 else math.nan

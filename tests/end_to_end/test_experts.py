@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 
+import megatrain_jax as mt
 from megatrain_jax.model import trainable
 from megatrain_jax.models.spec import ModelSpec, MoESpec
 from megatrain_jax.stream.pipeline import Pipeline, Settings
 from tests.conftest import small_spec
+from tests.end_to_end.conftest import records, saved_weights, write_model
 from tests.end_to_end.test_devices import finish, start
 from tests.reference import (
     PlainOptax,
@@ -136,3 +138,20 @@ def test_losses_without_training_have_no_auxiliary_part():
 
 def test_eight_devices_pool_what_their_routers_did():
     finish([start(8, "experts")], 300)
+
+
+def test_a_run_reports_the_auxiliary_loss_and_writes_experts_one_by_one(project, tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.5}
+    folder = write_model(
+        tmp_path / "sparse", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], head_dim=8, **experts
+    )
+    model = {"name": str(folder)}
+    mt.Trainer(project.config("with", model=model, training={"num_steps": 2})).fit()
+    for record in (line for line in records(project.folder / "with") if "grad_norm" in line):
+        assert 0.5 * 2 <= record["router_loss"] < record["loss"]  # balanced experts add 0.5 * top_k
+    saved = saved_weights(project.folder / "with")
+    assert saved["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (16, 32)
+    assert not any("gate_up_proj" in name for name in saved)
+    off = model | {"config_overrides": {"router_aux_loss_coef": 0}}
+    mt.Trainer(project.config("without", model=off, training={"num_steps": 1})).fit()
+    assert all("router_loss" not in line for line in records(project.folder / "without"))

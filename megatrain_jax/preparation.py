@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import shutil
@@ -64,7 +65,8 @@ def prepare(config: Config) -> Preparation:
         raise UserError(f"model.freeze: {list(config.model.freeze)} leaves nothing to train; name fewer tensors")
     _check_output(config)
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.name)
-    dataset = prepare_data(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size)
+    say = None if config.logging.progress == "off" else functools.partial(print, flush=True)
+    dataset = prepare_data(config.dataset, tokenizer, seed=config.seed, vocab_size=spec.vocab_size, say=say)
     if dataset.sequence_length > spec.max_position_embeddings:
         raise UserError(
             f"dataset.max_seq_len: rows of {dataset.sequence_length} tokens are longer than the model's "

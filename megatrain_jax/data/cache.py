@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -164,7 +165,8 @@ def open_or_build(folder: Path, key: str, build: Callable[[Writer], dict[str, An
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(folder)
-            making = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=folder))
+            making = folder / f"{_BUILDING}{uuid.uuid4().hex}"
+            making.mkdir()  # as readable for others as they set it
             undo.callback(shutil.rmtree, making, ignore_errors=True)
             undo.enter_context(_lock(making))
             writer = undo.enter_context(contextlib.closing(Writer(making)))

@@ -11,7 +11,8 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _NOT_IN_KEY = (
 _NOT_OF_STREAM = ("path", "eval_path", "num_workers", "cache_dir")
 _HASHED = 1 << 22  # elements read from the disk at once
 _IN_THIS_PROCESS = 256  # records; starting workers takes as long as some of these
+_SAY_EVERY = 10.0  # seconds
 _CHUNK = 32  # records that go to a worker at a time
 
 
@@ -78,13 +80,16 @@ class DataSet:
     eval_statistics: Statistics
 
 
-def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) -> DataSet:
+def prepare(
+    config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int, say: Callable[[str], None] | None = None
+) -> DataSet:
     """Everything that a `DatasetConfig` names: from its cache, or read, tokenised and cached; then split and laid out.
 
     Args:
       config: a `DatasetConfig`.
       seed: of the split by `val_size`.
       vocab_size: rows of the model's embedding.
+      say: is told now and then how far a long tokenisation is.
 
     Raises:
       UserError: nothing to train on, a token without a row in the embedding, malformed data, or data that changed while
@@ -95,7 +100,7 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
     tokenizer = with_chat_template(tokenizer, config.chat_template, config.chat_template_kwargs)
     plan = functools.partial(packing.plan_rows, packing=config.packing, capacity=config.max_seq_len)
     if config.eval_path is not None:
-        apart = _tokenised(config, tokenizer, vocab_size, config.eval_path, "dataset.eval_path")
+        apart = _tokenised(config, tokenizer, vocab_size, config.eval_path, "dataset.eval_path", say)
         held_out, eval_notes = apart.samples, apart.notes
     else:
         held_out, eval_notes = cache.NO_SAMPLES, {"changed": {}, "dropped": {}}
@@ -104,7 +109,7 @@ def prepare(config: Any, tokenizer: Tokenizer, *, seed: int, vocab_size: int) ->
         statistics = None, _count(held_out, eval_notes)
         rows = None, plan(held_out.lengths)
         return DataSet(None, held_out, *rows, tokenizer, config.max_seq_len, form, *statistics)
-    everything = _tokenised(config, tokenizer, vocab_size, sources.training_path(config), "dataset.path")
+    everything = _tokenised(config, tokenizer, vocab_size, sources.training_path(config), "dataset.path", say)
     train = everything.samples
     if config.val_size:
         train, held_out = _split(everything, config.val_size, seed)
@@ -122,7 +127,7 @@ def fingerprint(config: Any, dataset: DataSet) -> str:
     """
     digest, samples = hashlib.sha256(str(dataset.sequence_length).encode()), dataset.train
     if samples is None:
-        files = sources.expand(config.path, "dataset.path")
+        files = sources.expand(sources.training_path(config), "dataset.path")
         settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_OF_STREAM}
         known = [settings, [(file.name, file.stat().st_size) for file in files]]
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
@@ -146,7 +151,9 @@ def _first_format(config: Any, tokenizer: Tokenizer, vocab_size: int) -> str:
     raise UserError(_nothing("dataset.path", sources.training_path(config), collections.Counter(), config.train_on))
 
 
-def _tokenised(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str) -> cache.Cache:
+def _tokenised(
+    config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key: str, say: Callable[[str], None] | None
+) -> cache.Cache:
     """The samples of all records at `path`, from the cache if they are there."""
     files = sources.expand(path, key)
     before = [_state(file) for file in files]
@@ -164,19 +171,23 @@ def _tokenised(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, ke
     folder = Path(config.cache_dir) if config.cache_dir else default_folder()
 
     def build(writer: cache.Writer) -> dict[str, Any]:
-        forms, changed, dropped, found = {}, collections.Counter(), collections.Counter(), False
+        forms, changed, dropped, samples, tokens = {}, collections.Counter(), collections.Counter(), 0, 0
+        said = time.monotonic()
         with contextlib.closing(make_all(config, tokenizer, vocab_size, path, key)) as all_made:
             for form, made in all_made:
                 forms |= {form: None} if form else {}
                 changed += made.changed
                 dropped += made.dropped
-                found = found or bool(made.units)
                 for unit in made.units:
                     writer.add(unit)
+                    samples, tokens = samples + len(unit), tokens + sum(len(sample.token_ids) for sample in unit)
+                if say is not None and time.monotonic() - said >= _SAY_EVERY:
+                    say(f"data       tokenised {samples:,} samples, {tokens:,} tokens so far")
+                    said = time.monotonic()
         for file, state in zip(files, before):
             if _state(file) != state:
                 raise UserError(f"{file}: changed while it was read; start again when nothing writes to it")
-        if not found:
+        if not samples:
             raise UserError(_nothing(key, path, dropped, config.train_on))
         return {"format": "+".join(forms), "changed": dict(changed), "dropped": dict(dropped)}
 

@@ -254,6 +254,28 @@ def test_a_file_that_changes_while_it_is_read_is_refused(section, jsonl, tokeniz
     assert not caches(tmp_path / "caches")
 
 
+def test_a_long_tokenisation_says_how_far_it_is(section, jsonl, tokenizer, monkeypatch):
+    config, said = section(jsonl(*map(dialogue, range(40, 49)))), []
+    datasets.prepare(config, tokenizer, seed=0, vocab_size=400, say=said.append)
+    assert not said
+    monkeypatch.setattr(datasets, "_SAY_EVERY", 0)
+    datasets.prepare(config, tokenizer, seed=0, vocab_size=400, say=said.append)
+    assert not said  # it is in the cache
+    config = dataclasses.replace(config, max_samples=3)
+    dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400, say=said.append)
+    assert len(said) == 3
+    assert said[2] == f"data       tokenised 3 samples, {dataset.train_statistics.tokens} tokens so far"
+
+
+def test_others_may_read_it_where_the_umask_lets_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        cache.open_or_build(tmp_path, "key", builder(random_units()))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o755
+
+
 def test_tokens_stay_on_the_disk(section, jsonl, tokenizer, tmp_path):
     dataset = datasets.prepare(section(jsonl(*map(dialogue, range(9)))), tokenizer, seed=0, vocab_size=400)
     for field in dataset.train[4]:

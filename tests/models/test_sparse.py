@@ -1,12 +1,14 @@
 """Configs of families with experts: what is refused, spellings, and what the released models say."""
 
 import dataclasses
+import json
 
 import pytest
 
 from megatrain_jax.config import UserError
 from megatrain_jax.models.families import spec_from_config
-from tests.families import raw_config
+from megatrain_jax.models.sparse import SPARSE
+from tests.families import CASES, raw_config
 
 
 def parameters(config: dict) -> tuple[float, float]:
@@ -88,3 +90,25 @@ def test_layers_with_and_without_experts_are_two_templates():
     assert [layer.moe is None for layer in spec.layers] == [True, True, False, False, False]
     assert len(set(spec.layers)) == 2
     assert dataclasses.replace(spec.layers[2], moe=None) == spec.layers[0]
+
+
+SPARSE_CASES = [name for name in CASES if name.split()[0] in SPARSE]
+
+
+@pytest.mark.parametrize("name", SPARSE_CASES)
+def test_rewritten_by_transformers_means_the_same(name):
+    """In the spelling of version 5, with every default written out."""
+    transformers = pytest.importorskip("transformers")
+    raw = raw_config(name)
+    kept = {key: value for key, value in raw.items() if key != "model_type"}
+    config = transformers.AutoConfig.for_model(raw["model_type"], **json.loads(json.dumps(kept)))
+    assert spec_from_config(json.loads(config.to_json_string(use_diff=False))) == spec_from_config(raw)
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_absent_keys_take_the_defaults_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    # What every released config has, and no default says.
+    needed = {"deepseek_v2": {"num_experts_per_tok": 6}, "glm4_moe": {"head_dim": 128}}.get(family, {})
+    theirs = json.loads(transformers.AutoConfig.for_model(family, **needed).to_json_string(use_diff=False))
+    assert spec_from_config({"model_type": family, **needed}) == spec_from_config(theirs)

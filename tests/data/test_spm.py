@@ -6,6 +6,7 @@ import importlib
 import json
 import random
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +22,12 @@ pytest.importorskip("google.protobuf")
 
 RANDOM = random.Random(0)
 LETTERS = "abc  \n\t,.12\u00e9\u6f22\U0001f600\u2581 the The hello"
-TEXTS = ["Hello world", "  two  spaces ", "", "\n\nx", " ", "a" * 40, "\ufb01ne \u2460"] + [
-    "".join(RANDOM.choice(LETTERS) for _ in range(RANDOM.randrange(50))) for _ in range(200)
-]
+LICENSE = (Path(__file__).resolve().parents[2] / "LICENSE").read_text(encoding="utf-8")
+TEXTS = (
+    [LICENSE[i : i + 60] for i in range(0, len(LICENSE), 173)]
+    + ["Hello world", "  two  spaces ", "", "\n\nx", " ", "a" * 40, "\ufb01ne \u2460"]
+    + ["".join(RANDOM.choice(LETTERS) for _ in range(RANDOM.randrange(50))) for _ in range(200)]
+)
 
 
 def write_folder(folder, model, **config):
@@ -47,7 +51,7 @@ def model(request, tmp_path_factory):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences),
         model_prefix=str(folder / "m"),
-        vocab_size=300 if request.param.startswith("bpe") else 290,
+        vocab_size=900,
         model_type=request.param.split()[0],
         byte_fallback=True,
         hard_vocab_limit=False,

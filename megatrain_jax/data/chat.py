@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +84,7 @@ def supervise(
 
 def _supervise_conversation(tokenizer: Tokenizer, record: Conversation, train_on: str) -> list[Sample]:
     whole = tokenizer.render(record.messages, tools=record.tools).text
-    _check_written(record, whole)
+    _check_written(tokenizer, record, whole)
     if train_on == "all":
         if not all(record.trained.values()):
             raise UserError("a turn that is not to be trained contradicts dataset.train_on 'all'; choose 'assistant'")
@@ -112,14 +112,27 @@ def _supervised_turns(record: Conversation, train_on: str) -> list[int]:
     return [i for i in turns if record.trained.get(i, i in asked)]
 
 
-def _check_written(record: Conversation, whole: str) -> None:
+def _check_written(tokenizer: Tokenizer, record: Conversation, whole: str) -> None:
     """Refuses a rendering that leaves out what would be missed without a trace."""
-    calls = [call for message in record.messages for call in message.get("tool_calls") or ()]
-    if any(tool["function"]["name"] not in whole for tool in [*calls, *(record.tools or ())]):
-        raise UserError("the chat template does not write tool calls; set dataset.chat_template to one that does")
-    for message in record.messages:
+    without = [(record.messages, None)] if record.tools else []
+    for i, message in enumerate(record.messages):
         if message["role"] in ("system", "user") and not _is_written(message, whole):
             raise UserError(f"the chat template leaves out a message of '{message['role']}'; set dataset.chat_template")
+        calls = message.get("tool_calls") or ()
+        for k in range(len(calls)):
+            fewer = {**message, "tool_calls": [*calls[:k], *calls[k + 1 :]] or None}
+            without.append(([*record.messages[:i], fewer, *record.messages[i + 1 :]], record.tools))
+    if any(_renders_as(tokenizer, messages, tools, whole) for messages, tools in without):
+        raise UserError(
+            "the chat template does not write tool calls, or not all of them; set dataset.chat_template to one that does"
+        )
+
+
+def _renders_as(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Any, text: str) -> bool:
+    try:
+        return tokenizer.render(messages, tools=tools).text == text
+    except UserError:
+        return False
 
 
 def _is_written(message: Mapping[str, Any], rendering: str) -> bool:

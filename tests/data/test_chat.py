@@ -281,9 +281,7 @@ def test_turns_that_say_whether_they_are_trained(tokenizer):
 def test_turns_written_alike_share_a_sample(tokenizer, templates):
     """Reasoning after the last question stays where it was: those turns are one sample, the turn before another."""
     reasoning = with_chat_template(tokenizer, templates.reasoning)
-    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     turns = conversation(["u:q1", "a:a1", "u:q2", "a:add", "a:a3"]).messages
-    turns[3]["tool_calls"] = [call]
     first, second = chat.supervise(reasoning, Conversation("x:1", turns, 0))
     assert supervised_text(tokenizer, first) == "<think>\n\n</think>\n\na1<|im_end|>"
     answers = [f"<think>\n\n</think>\n\n{answer}<|im_end|>" for answer in ("add", "a3")]
@@ -363,3 +361,17 @@ def test_folders_that_cannot_be_read(tokenizer_folder, tmp_path):
 def test_tokenizers_are_frozen(tokenizer):
     with pytest.raises(dataclasses.FrozenInstanceError):
         tokenizer.chat_template = ""
+
+
+def test_every_call_of_a_turn_is_written_or_refused(tokenizer, templates):
+    """A name that occurs elsewhere, and a second call that a template does not expect, are no less lost."""
+    calls = [{"type": "function", "function": {"name": "a", "arguments": {"x": i}}} for i in (1, 2)]
+    turns = conversation(["u:q1", "a:a1"]).messages
+    turns[1]["tool_calls"] = calls
+    one = "{% for m in messages %}{{ m.role + m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}{% endfor %}"
+    for template in (templates.chatml, one):
+        with pytest.raises(UserError, match="does not write tool calls, or not all of them"):
+            chat.supervise(with_chat_template(tokenizer, template), Conversation("x:1", turns, 0))
+    every = one.replace("m.tool_calls[0]", "m.tool_calls")
+    [sample] = chat.supervise(with_chat_template(tokenizer, every), Conversation("x:1", turns, 0))
+    assert json.dumps(calls) in whole_text(tokenizer, sample)

@@ -68,7 +68,8 @@ def test_a_failure_anywhere_ends_the_run_with_its_cause(undisturbed, point):
         "loader": "data_0",
     }
     assert fault.thread == names[POINTS[point]]
-    assert [t for t in threading.enumerate() if t not in before] == []
+    # One pool serves every run of a process; its threads begin when they are first needed.
+    assert [t for t in threading.enumerate() if t not in before and "megatrain-update" not in t.name] == []
     assert not (folder / ".lock").exists() and not (folder / "model").exists()
 
 
@@ -211,4 +212,5 @@ def test_a_run_ends_with_what_its_listener_raised(project, what):
 
     with pytest.raises(LookupError, match=f"no place for {what}"):
         mt.Trainer(project.config(training={"num_steps": 40}), listener).fit()
-    assert threading.enumerate() == before and seen.count("update done") < 40 * 4
+    assert [t for t in threading.enumerate() if t not in before and "megatrain-update" not in t.name] == []
+    assert seen.count("update done") < 40 * 4

@@ -72,13 +72,16 @@ def test_folders_that_were_made_and_not_used_go_again(tmp_path):
     assert (tmp_path / "empty").is_dir()
 
 
-def test_whoever_comes_as_the_lock_is_given_up_gets_a_lock_that_others_see(tmp_path, monkeypatch):
-    """The file that was opened is taken away between opening and locking."""
+@pytest.mark.parametrize("replaced", [False, True])
+def test_whoever_comes_as_the_lock_is_given_up_gets_a_lock_that_others_see(tmp_path, monkeypatch, replaced):
+    """The file that was opened is taken away between opening and locking, and perhaps another one made."""
     whole, calls = fcntl.flock, []
 
     def late(file, how):
         if not calls:
-            os.unlink(tmp_path / LOCK)
+            os.rename(tmp_path / LOCK, tmp_path / "old")
+            if replaced:
+                (tmp_path / LOCK).touch()
         calls.append(file)
         whole(file, how)
 

@@ -173,7 +173,9 @@ def load(
             make_resident=functools.partial(ResidentTensor, mesh=mesh, dtype=dtype),
         )
 
-    run = Execution(mesh, np.dtype(dtype), AttentionOptions(_kernel(attention, spec, mesh, dtype)), memory.loss_tile)
+    run = Execution(
+        mesh, np.dtype(dtype), AttentionOptions(attention_kernel(attention, spec, mesh, dtype)), memory.loss_tile
+    )
     if init == "random":
         store = make_store()
         initialise(store, seed)
@@ -272,7 +274,7 @@ def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: not is_buffer(name) and not any(pattern.search(name) for pattern in patterns)
 
 
-def _kernel(attention: str, spec: ModelSpec, mesh: Mesh, dtype: str) -> str:
+def attention_kernel(attention: str, spec: ModelSpec, mesh: Mesh, dtype: str) -> str:
     """The attention kernel of a `model.attn_implementation` setting; cuDNN's where its conditions are met."""
     refused = [
         why

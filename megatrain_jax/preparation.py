@@ -166,6 +166,7 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
         hold_gradients=bool(training.max_grad_norm) or training.skip_nonfinite,
         device_bytes=mesh.memory_bytes(),
         host_bytes=host_memory(),
+        attention_bytes=_attention_bytes(config, prepared.spec, mesh, seq),
     )
     try:
         first = make_plan(
@@ -181,6 +182,16 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
     return spend_room(
         first, prepared.spec, config.memory, tokens=tokens, optimizer_bytes=_optimizer_bytes(config), **common
     )
+
+
+def _attention_bytes(config: Config, spec: ModelSpec, mesh: Mesh, seq: int) -> int:
+    """What attention of one layer takes that grows with the square of a row: scores in XLA, masks of packed rows in cuDNN."""
+    rows = math.ceil(config.training.batch_size / mesh.size)
+    if models.attention_kernel(config.model.attn_implementation, spec, mesh, config.model.dtype) == "cudnn":
+        return rows * seq**2 * 2 * (config.dataset.packing != "none")
+    # Scores and their softmax in float32, and the gradients of both; other layers compute theirs in tiles.
+    whole = [s.num_heads for s in spec.layers if s.delta is None and s.attention_softcap is None and not s.sinks]
+    return rows * seq**2 * 16 * max(whole, default=0)
 
 
 def describe(config: Config, prepared: Preparation) -> list[str]:

@@ -70,10 +70,13 @@ def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int) -
     return table * (2 * itemsize + 4) + tile + 4 * tokens * spec.hidden_size + layer * itemsize
 
 
-def layer_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool, kept: bool) -> int:
+def layer_bytes(
+    spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool, attention_bytes: int, kept: bool
+) -> int:
     """Device bytes of a layer's backward: weights in flight, gradients, and what is computed with.
 
     Args:
+      attention_bytes: of masks or scores that are as large as the square of a row.
       kept: the intermediates are kept and counted elsewhere; else they are computed again, and in these bytes.
     """
     layer = max((block.num_parameters for block in spec.layers), default=0)
@@ -92,14 +95,23 @@ def layer_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool
     # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
     head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
     scores = 4 * max((scores_in_backward(s, tokens) for s in spec.layers), default=0)
-    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + scores + head
+    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + scores + attention_bytes + head
 
 
-def working_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, accumulate: bool) -> int:
+def working_bytes(
+    spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, accumulate: bool, attention_bytes: int
+) -> int:
     """Device bytes of the widest moment of a step that keeps nothing but block inputs, without those."""
     return max(
         head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=loss_tile),
-        layer_bytes(spec, tokens=tokens, itemsize=itemsize, accumulate=accumulate, kept=False),
+        layer_bytes(
+            spec,
+            tokens=tokens,
+            itemsize=itemsize,
+            accumulate=accumulate,
+            attention_bytes=attention_bytes,
+            kept=False,
+        ),
     )
 
 
@@ -139,6 +151,7 @@ def make_plan(
     hold_gradients: bool,
     device_bytes: int | None,
     host_bytes: int | None,
+    attention_bytes: int = 0,
 ) -> Plan:
     """Decides where block inputs wait, and how many micro-batches run together.
 
@@ -154,6 +167,7 @@ def make_plan(
       state_bytes: of one trained parameter; see `state_bytes_per_parameter`.
       hold_gradients: whether updates wait for the end of backward.
       device_bytes, host_bytes: what is free, None if unknown; a budget in `memory` wins.
+      attention_bytes: see `layer_bytes`.
 
     Raises:
       UserError: the weights, or one micro-batch, do not fit; the message has the figures.
@@ -163,7 +177,12 @@ def make_plan(
     host_budget, device_budget = _budget(memory.host_budget, host_bytes), _budget(memory.device_budget, device_bytes)
     state = int(trained * state_bytes) + (spec.num_parameters - trained) * itemsize
     working = working_bytes(
-        spec, tokens=rows * seq, itemsize=itemsize, loss_tile=memory.loss_tile, accumulate=micro_batches > 1
+        spec,
+        tokens=rows * seq,
+        itemsize=itemsize,
+        loss_tile=memory.loss_tile,
+        accumulate=micro_batches > 1,
+        attention_bytes=attention_bytes,
     )
     input_bytes = (len(spec.layers) + 1) * rows * seq * spec.hidden_size * itemsize
 
@@ -206,6 +225,7 @@ def spend_room(
     hold_gradients: bool,
     device_bytes: int | None,
     host_bytes: int | None,
+    attention_bytes: int = 0,
 ) -> Plan:
     """Spends the device memory that a plan leaves: blocks that stay there, and intermediates that are not recomputed.
 
@@ -231,7 +251,15 @@ def spend_room(
     each, held = 4 + optimizer_bytes, itemsize * hold_gradients
     at_head = head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=memory.loss_tile)
     again, kept = (
-        layer_bytes(spec, tokens=tokens, itemsize=itemsize, accumulate=micro_batches > 1, kept=k) for k in (False, True)
+        layer_bytes(
+            spec,
+            tokens=tokens,
+            itemsize=itemsize,
+            accumulate=micro_batches > 1,
+            attention_bytes=attention_bytes,
+            kept=kept,
+        )
+        for kept in (False, True)
     )
 
     def kept_bytes(keep: int) -> int:

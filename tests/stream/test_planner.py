@@ -202,6 +202,15 @@ def test_bytes_per_parameter_are_what_the_store_allocates(monkeypatch, dtype, sp
     assert (in_jax + sum(pages) + in_numpy) / spec.num_parameters == pytest.approx(expected, rel=0.02)
 
 
+def test_masks_and_scores_of_whole_rows_leave_less_room_for_everything_else():
+    assert plan(attention_bytes=GIB).working - plan(attention_bytes=GIB // 2).working == GIB // 2
+    first, everything = spent()
+    room = int(everything.device / MARGIN) + 1
+    assert spent(device_bytes=room)[1].keep_layers == everything.keep_layers
+    _, after = spent(device_bytes=room, attention_bytes=room - first.device)
+    assert after.device <= room and after.keep_layers < everything.keep_layers
+
+
 def test_what_is_not_known_is_no_limit():
     assert math.isinf(planner._budget("auto", None))
 
@@ -307,8 +316,8 @@ def test_experts_count_by_the_rows_that_they_compute():
     layer = small_spec(1, hidden_size=64, moe=MoESpec(64, 4, 32)).layers[0]
     dense = dataclasses.replace(layer, moe=None, intermediate_size=4 * 32)
     for count in (planner.values_in_backward, planner.intermediates):
-        # Ten times the tokens take ten times the memory, whatever the number of experts; padding is bounded.
-        assert count(layer, 100_000) == pytest.approx(10 * count(layer, 10_000), rel=0.1)
+        # Ten times the tokens take ten times the memory, but for padding, which is at most a quarter of the fewer rows.
+        assert 8 * count(layer, 10_000) <= count(layer, 100_000) <= 10 * count(layer, 10_000)
         assert count(dense, 100_000) < count(layer, 100_000) < 4 * count(dense, 100_000)
 
 

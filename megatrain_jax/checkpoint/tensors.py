@@ -18,7 +18,8 @@ import tensorstore as ts
 
 from megatrain_jax.watchdog import progressed, waiting
 
-PIECE = 32 << 20  # bytes of a chunk; enough for the speed of any disk
+# Bytes of a chunk: enough for the speed of any disk, and with its CRC more than what malloc keeps when it is freed.
+PIECE = 32 << 20
 SMALLEST = 1 << 20  # bytes of a chunk, however small the arrays are
 IN_FLIGHT = 4  # chunks on their way at once
 
@@ -115,12 +116,12 @@ class Reader:
 
     Args:
       array: where.
-      limit: as for `Writer`; a chunk on its way takes its size twice.
+      limit: as for `Writer`; a chunk on its way takes twice its size and more.
     """
 
     def __init__(self, array: FlatArray, limit: int):
         self._array, self._store = array, _open(array, create=False)
-        in_flight = max(1, min(IN_FLIGHT, limit // (array.chunk * np.dtype(array.dtype).itemsize)))
+        in_flight = max(1, min(IN_FLIGHT, limit // (2 * array.chunk * np.dtype(array.dtype).itemsize)))
         self._starts = iter(range(0, array.size, array.chunk))
         self._coming: collections.deque[ts.Future] = collections.deque()
         self._piece = np.empty(0, array.dtype)

@@ -164,3 +164,39 @@ def test_signals_save_and_the_same_command_continues(project):
     mt.Trainer(project.config(training={"num_steps": steps})).fit()
     mt.Trainer(project.config("whole", training={"num_steps": steps})).fit()
     assert_same_end(out, project.folder / "whole", steps)
+
+
+@pytest.mark.parametrize("where", ["manifest.json", "float32/0", "gone"])
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(project, capsys, where):
+    sections = {"training": {"num_steps": 4}, "checkpoint": {"save_steps": 1}}
+    whole, out = project.folder / "whole", project.folder / "out"
+    mt.Trainer(project.config("whole", **sections)).fit()
+    shutil.copytree(whole, out)
+    for number in (3, 4):
+        newest = out / f"checkpoint-{number}"
+        if where == "gone":
+            (newest / "int32" / "0").unlink()
+        else:
+            data = bytearray((newest / where).read_bytes())
+            data[len(data) // 2] ^= 8
+            (newest / where).write_bytes(data)
+    capsys.readouterr()
+    mt.Trainer(project.config(**sections)).fit()
+    lines = capsys.readouterr().out.splitlines()
+    damaged = [line for line in lines if line.startswith("damaged")]
+    assert [re.search(r"'([^']*)'$", line)[1] for line in damaged] == [f"checkpoint-{n}.damaged" for n in (4, 3)]
+    assert "resumed    from checkpoint-2, step 2" in lines
+    assert_same_end(whole, out, 4)
+    with pytest.raises(UserError, match="checkpoint-4.damaged' is damaged"):
+        asked = {"num_steps": 5, "resume_from_checkpoint": str(out / "checkpoint-4.damaged")}
+        mt.Trainer(project.config("other", training=asked)).fit()
+
+
+def test_what_may_change_is_named_and_the_rest_is_not(project, capsys):
+    mt.Trainer(project.config(training={"num_steps": 1})).fit()
+    capsys.readouterr()
+    changed = {"num_steps": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 5e-3}
+    mt.Trainer(project.config(training=changed, memory={"loss_tile": 16}, logging={"log_interval": 2})).fit()
+    named = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    keys = ("batch_size", "gradient_accumulation_steps", "num_steps", "learning_rate")
+    assert sorted(named) == sorted(f"training.{key}:" for key in keys)

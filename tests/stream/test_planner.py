@@ -322,13 +322,9 @@ def test_experts_count_by_the_rows_that_they_compute():
 
 
 def test_a_step_with_an_auxiliary_loss_is_not_cut_into_groups():
-    whole = plan(MemoryConfig(offload_activations=False))
-    tight = dict(memory=MemoryConfig(offload_activations=False), device_bytes=whole.device - 1)
-    assert plan(**tight).group_size < 4
     sparse = dataclasses.replace(
         SPEC, layers=tuple(dataclasses.replace(layer, moe=MoESpec(4, 2, 64)) for layer in SPEC.layers)
     )
-    assert plan(**tight, spec=sparse).group_size == 4  # smaller experts fit
     balanced = dataclasses.replace(sparse, router_aux_loss_coef=0.01)
     fits = plan(MemoryConfig(offload_activations=False), spec=balanced).device
     with pytest.raises(UserError, match="auxiliary loss of the whole step.*router_aux_loss_coef: 0"):

@@ -121,7 +121,7 @@ class Reader:
 
     def __init__(self, array: FlatArray, limit: int):
         self._array, self._store = array, _open(array, create=False)
-        in_flight = max(1, min(IN_FLIGHT, limit // (2 * array.chunk * np.dtype(array.dtype).itemsize)))
+        in_flight = max(1, min(IN_FLIGHT, limit // (array.chunk * np.dtype(array.dtype).itemsize)))
         self._starts = iter(range(0, array.size, array.chunk))
         self._coming: collections.deque[ts.Future] = collections.deque()
         self._piece = np.empty(0, array.dtype)

@@ -95,7 +95,14 @@ def layer_bytes(
     # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
     head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
     scores = 4 * max((scores_in_backward(s, tokens) for s in spec.layers), default=0)
-    return layer * ((3 if kept else 5) * itemsize + 4 * accumulate) + sums + inner * itemsize + scores + attention_bytes + head
+    return (
+        layer * ((3 if kept else 5) * itemsize + 4 * accumulate)
+        + sums
+        + inner * itemsize
+        + scores
+        + attention_bytes
+        + head
+    )
 
 
 def working_bytes(

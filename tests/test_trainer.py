@@ -126,7 +126,7 @@ def test_the_evaluation_loss_is_the_mean_over_all_supervised_tokens(project):
     dataset = preparation.prepare(project.config()).dataset
     total, count = 0.0, 0
     for sample in dataset.eval:
-        logits = np.asarray(logits_of(spec, weights, unpadded_batch(sample.token_ids[None])), np.float64)[0]
+        logits = np.asarray(logits_of(spec, weights, unpadded_batch(sample.token_ids[None]))[0], np.float64)[0]
         log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for t in np.flatnonzero(sample.supervised):
             total -= log_p[t - 1, sample.token_ids[t]]

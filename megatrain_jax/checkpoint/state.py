@@ -9,6 +9,7 @@ block was, or on the number of devices; any of these may differ when it is read.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 import os
 import re
@@ -112,17 +113,18 @@ def load(folder: Path, store: HostStore) -> dict[str, Any]:
     content = check(folder, store)
     largest = _layout(store, folder)[2]
     try:
-        readers = {
-            dtype: tensors.Reader(tensors.FlatArray(folder / dtype, dtype, **array), largest)
-            for dtype, array in content["arrays"].items()
-        }
-        for name, arrays in content["tensors"].items():
-            state = store.tensors[name].state()
-            for key, place in arrays.items():
-                start = 0
-                for piece in readers[place["dtype"]].read(math.prod(place["shape"])):
-                    state[key].write(start, piece)
-                    start += piece.size
+        with contextlib.ExitStack() as stack:
+            readers = {
+                dtype: stack.enter_context(tensors.Reader(tensors.FlatArray(folder / dtype, dtype, **array), largest))
+                for dtype, array in content["arrays"].items()
+            }
+            for name, arrays in content["tensors"].items():
+                state = store.tensors[name].state()
+                for key, place in arrays.items():
+                    start = 0
+                    for piece in readers[place["dtype"]].read(math.prod(place["shape"])):
+                        state[key].write(start, piece)
+                        start += piece.size
     except ValueError as error:
         raise manifest.damaged(folder, " ".join(str(error).split())) from error
     return content["run"]

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tensorstore
 
 from megatrain_jax.checkpoint import manifest, state, tensors
 from megatrain_jax.config import OptimizerConfig, TrainingConfig, UserError
@@ -93,6 +94,21 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path, here, there):
     other = trained(spec, seed=1, **SETTINGS[there])
     state.load(tmp_path / "checkpoint-2", other)
     assert_equal(store, other)
+
+
+def test_any_program_that_reads_zarr_reads_the_arrays(tmp_path):
+    """By what zarr.json says alone."""
+    store = trained(small_spec(2))
+    state.save(tmp_path / "checkpoint-2", store, {})
+    opened = {}
+    for dtype in ("float32", "int32"):
+        kvstore = {"driver": "file", "path": str(tmp_path / "checkpoint-2" / dtype)}
+        opened[dtype] = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result()
+    places = manifest.read(tmp_path / "checkpoint-2")["tensors"]
+    for (name, key), expected in arrays(store).items():
+        place = places[name][key]
+        found = opened[place["dtype"]][place["offset"] :][: expected.size].reshape(place["shape"])
+        assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes(), (name, key)
 
 
 def test_frozen_tensors_are_not_written_but_known_by_their_hash(tmp_path):

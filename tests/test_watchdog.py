@@ -1,14 +1,18 @@
 """What is waited for, for how long, and what comes of it."""
 
-import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from megatrain_jax import watchdog
 from megatrain_jax.watchdog import Watchdog, progressed, waiting
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Heard:
@@ -84,21 +88,24 @@ def test_a_wait_that_fails_is_over():
 
 def test_time_in_which_the_process_was_stopped_does_not_count(tmp_path):
     """As when a laptop sleeps, or after Ctrl-Z."""
-    child = os.fork()
-    if not child:
-        heard = Heard()
-        with heard.watch(2.0), waiting("the device"):
-            (tmp_path / "waits").touch()
-            time.sleep(4)
-        os._exit(7 if heard.ends else 0)
-    while not (tmp_path / "waits").exists():
-        time.sleep(0.02)
-    time.sleep(0.2)
-    os.kill(child, signal.SIGSTOP)
-    time.sleep(3.5)
-    os.kill(child, signal.SIGCONT)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+    mark = tmp_path / "waits"
+    code = (
+        "import pathlib, sys, time\n"
+        "from megatrain_jax.watchdog import Watchdog, waiting\n"
+        "ends = []\n"
+        "with Watchdog(2.0, lambda line: None, ends.append), waiting('the device'):\n"
+        f"    pathlib.Path({str(mark)!r}).touch()\n"
+        "    time.sleep(4)\n"
+        "sys.exit(7 if ends else 0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as child:
+        while not mark.exists():
+            time.sleep(0.02)
+        time.sleep(0.2)
+        child.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        child.send_signal(signal.SIGCONT)
+        assert child.wait(60) == 0
 
 
 def test_zero_is_off():

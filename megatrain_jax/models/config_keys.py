@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax.config import UserError
-from megatrain_jax.models.rope import ROPE_KINDS
-from megatrain_jax.models.spec import RopeSpec
+from megatrain_jax.models.spec import ROPE_KINDS, RopeSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

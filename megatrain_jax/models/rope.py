@@ -10,8 +10,6 @@ import numpy as np
 
 from megatrain_jax.models.spec import Context, RopeSpec
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-
 
 def rope_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> np.ndarray:
     """Angular frequencies, float32 ``[rotated / 2]``, in radians per position.

@@ -44,6 +44,9 @@ class Batch(NamedTuple):
         return Context(self.positions, self.segment_ids)
 
 
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
     """Rotary position embedding (Su et al., arXiv 2104.09864).

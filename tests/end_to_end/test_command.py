@@ -119,7 +119,10 @@ def change(**sections):
         (change(model={"freeze": ["."]}), "model.freeze: ['.'] leaves nothing to train"),
         (change(model={"freeze": ["("]}), "model.freeze: '(' is not a regular expression"),
         (change(training={"warmup_steps": 7}), "training.warmup_steps: 7 is more than the 6 steps of the run"),
-        (change(training={"resume_from_checkpoint": "."}), "is not a whole checkpoint; give a folder checkpoint-N"),
+        (
+            change(training={"resume_from_checkpoint": "."}),
+            "is not a whole checkpoint: it has no manifest.json; give a folder checkpoint-N",
+        ),
         (change(memory={"host_budget": 1e-6}), "memory.host_budget: "),
         (change(memory={"device_budget": 1e-6}), "memory.device_budget: a micro-batch of 2 x 48 tokens"),
         (change(checkpoint={"max_shard_size": "big"}), "checkpoint.max_shard_size"),
@@ -224,7 +227,7 @@ def test_a_dry_run_starts_no_backend_and_writes_nothing(project):
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(project.folder.rglob("*")) == before
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert list(lines) == ["model", "data", "eval", "training", "memory"]
+    assert list(lines) == ["model", "template", "data", "eval", "training", "memory"]
     assert "13 samples (messages)" in lines["data"] and "6 steps of 1 x 2 rows (7 steps an epoch)" in lines["training"]
     assert "(12 B/parameter)" in lines["memory"]
 

@@ -88,6 +88,18 @@ def training_steps(steps: str, repeats: str) -> None:
         print("repeat", repeat, "ended", flush=True)
 
 
+def run(config: str, out: str) -> None:
+    """A run of a configuration file; `model.device` has no word for several CPUs."""
+    import megatrain_jax as mt
+    from megatrain_jax import trainer
+    from megatrain_jax.config import load_config
+    from megatrain_jax.stream.transfer import Mesh
+
+    trainer.make_mesh = lambda device: Mesh(tuple(jax.devices()))
+    mt.Trainer(load_config(config, [f"output_dir={out}"])).fit()
+    print("ran on", jax.device_count())
+
+
 def in_process(number: str, port: str, name: str, *args: str) -> None:
     """The same as one of two processes."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax.checkpoint import manifest
+from megatrain_jax.checkpoint import manifest, tensors
 from megatrain_jax.config import UserError
 from megatrain_jax.data import loader
 from tests.end_to_end.conftest import ROOT, records, saved_weights, write_model
+from tests.end_to_end.test_devices import finish, start
 
 slow = pytest.mark.exhaustive
 
@@ -24,6 +25,14 @@ def assert_same_end(a, b, step):
     for name, value in saved_weights(a).items():
         assert value.tobytes() == saved_weights(b)[name].tobytes(), name
     assert records(a) == records(b)
+
+
+def from_checkpoint(before, step, out):
+    """As a process leaves it that was killed later: the metrics are ahead of the checkpoint."""
+    out.mkdir()
+    shutil.copytree(before / f"checkpoint-{step}", out / f"checkpoint-{step}")
+    shutil.copy(before / "metrics.jsonl", out / "metrics.jsonl")
+    return out
 
 
 def plant_nan(monkeypatch, step):
@@ -96,13 +105,79 @@ def test_a_resumed_run_equals_one_without_a_break(project, monkeypatch, tied, na
     assert (summary.step, summary.skipped, summary.interrupted) == (end, int(nan_step is not None), False)
     assert any("loss" in line for line in records(whole))
     for point in save_points:
-        out = project.folder / f"from-{point}"
-        out.mkdir()
-        # As a process leaves it that was killed later: the metrics are ahead of the checkpoint.
-        shutil.copytree(whole / f"checkpoint-{point}", out / f"checkpoint-{point}")
-        shutil.copy(whole / "metrics.jsonl", out / "metrics.jsonl")
+        out = from_checkpoint(whole, point, project.folder / f"from-{point}")
         mt.Trainer(project.config(out.name, **changes)).fit()
         assert_same_end(whole, out, end)
+
+
+def saved_state(folder):
+    content, out = manifest.read(folder), {}
+    for name, places in content["tensors"].items():
+        for key, place in places.items():
+            dtype = place["dtype"]
+            out[name, key] = np.empty(place["shape"], dtype)
+            array = tensors.FlatArray(folder / dtype, dtype, **content["arrays"][dtype])
+            tensors.read_range(array, place["offset"], out[name, key].reshape(-1))
+    return out
+
+
+def assert_same_training(a, b, step):
+    """Masters, moments and losses up to a step to 1e-6 of their norm; counts and everything else exactly."""
+    first, second = (saved_state(out / f"checkpoint-{step}") for out in (a, b))
+    assert first.keys() == second.keys() and first
+    for key, expected in first.items():
+        error = np.linalg.norm(np.float64(second[key]) - expected)
+        assert error <= (1e-6 * np.linalg.norm(expected) if expected.dtype == np.float32 else 0), (key, error)
+    lines = [[line for line in records(out) if line["step"] <= step] for out in (a, b)]
+    for line, other in zip(*lines, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert other.pop(key) == pytest.approx(line.pop(key), rel=1e-6)
+        assert line == other
+
+
+def test_a_run_goes_on_with_another_number_of_devices(project):
+    """From one device to eight, and from those to one."""
+    sections = {"checkpoint": {"save_steps": 1}}
+    whole = project.folder / "whole"
+    mt.Trainer(project.config(whole.name, **sections)).fit()
+    eight = from_checkpoint(whole, 2, project.folder / "eight")
+    assert "ran on 8" in finish([start(8, "run", project.write(**sections), eight)], 300)
+    assert_same_training(whole, eight, 6)
+    one = from_checkpoint(eight, 4, project.folder / "one")
+    mt.Trainer(project.config(one.name, **sections)).fit()
+    assert_same_training(whole, one, 6)
+
+
+@pytest.mark.parametrize("there, here", [(0, 2), (2, 0)])
+def test_a_run_goes_on_with_other_blocks_on_the_device(project, there, here):
+    sections = {"checkpoint": {"save_steps": 1}}
+    whole = project.folder / "whole"
+    mt.Trainer(project.config(whole.name, memory={"resident_blocks": there}, **sections)).fit()
+    out = from_checkpoint(whole, 3, project.folder / "out")
+    mt.Trainer(project.config(out.name, memory={"resident_blocks": here}, **sections)).fit()
+    assert_same_training(whole, out, 6)
+
+
+@pytest.mark.parametrize("there, here", [("optax", "fused"), ("fused", "optax")])
+def test_a_run_goes_on_with_another_layout_of_the_host(project, there, here):
+    """A step from states whose weights both layouts round alike; where a master is halfway, one rounds up, one to even."""
+    pytest.importorskip("numba")
+    sections = {"model": {"dtype": "bfloat16"}, "checkpoint": {"save_steps": 1}}
+    whole = project.folder / "whole"
+    mt.Trainer(project.config(whole.name, optimizer={"backend": there}, **sections)).fit()
+
+    def alike(point):
+        state = saved_state(whole / f"checkpoint-{point}")
+        return not any(
+            ((a.view(np.uint32) & 0xFFFF) == 0x8000).any() for (_, key), a in state.items() if key == "master"
+        )
+
+    points = [point for point in range(1, 6) if alike(point)]
+    assert points
+    for point in points[:2]:
+        out = from_checkpoint(whole, point, project.folder / f"from-{point}")
+        mt.Trainer(project.config(out.name, optimizer={"backend": here}, **sections)).fit()
+        assert_same_training(whole, out, point + 1)
 
 
 def test_a_finished_run_is_left_as_it_is(project):

@@ -118,8 +118,6 @@ def test_a_file_that_is_not_read_as_it_was_written_is_refused(tmp_path, monkeypa
     shapes = {name: value.shape for name, value in tensors.items()}
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fadvise", flip)
-        with pytest.raises(
-            UserError, match="model.safetensors': tensor 'b' is not read as it was written; check the disk"
-        ):
+        with pytest.raises(UserError, match="model.safetensors': it is not read as it was written; check the disk"):
             huggingface.save_folder(tmp_path / "out", shapes, tensors.__getitem__, config={})
     assert list(tmp_path.iterdir()) == []

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from megatrain_jax.checkpoint import sums
 from megatrain_jax.checkpoint.mxfp4 import BLOCK, dequantise
 from megatrain_jax.config import UserError
 from megatrain_jax.models.names import Part, Spelling
@@ -61,6 +62,9 @@ _UNITS = {
     "TIB": 2**40,
 }
 _CHUNK = 1 << 22
+_LOOK = 1 << 16  # elements that stay in a processor's cache
+# Where all bits of the exponent are set, a value is infinite or not a number.
+_EXPONENT = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00), "F32": np.uint32(0x7F800000)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,7 @@ class LoadReport:
       parameters: number of values handed over.
       dtypes: safetensors names of the dtypes met, such as ``"BF16"``.
       unused: tensors of the files that the model has no place for (rotary buffers and tied heads not counted).
+      unverified: names of the files that the folder's SHA256SUMS does not name, if it has one.
       head_differs: the model is tied, yet the files hold an ``lm_head.weight`` that is not the embedding (ignored).
     """
 
@@ -79,6 +84,7 @@ class LoadReport:
     parameters: int
     dtypes: tuple[str, ...]
     unused: tuple[str, ...]
+    unverified: tuple[str, ...]
     head_differs: bool
 
     @property
@@ -86,6 +92,7 @@ class LoadReport:
         """What a user should know of it, a line each; tensors that differ in numbers alone are named once."""
         groups = collections.Counter(re.sub(r"\d+", "*", name) for name in self.unused)
         notes = [f"not used: {name}" + (f" ({count})" if count > 1 else "") for name, count in groups.items()]
+        notes += [f"not verified: {name}, which {sums.NAME} does not name" for name in self.unverified]
         if self.head_differs:
             notes.append(f"not used: {_HEAD}, which differs from the embedding although config.json ties the two")
         return tuple(notes)
@@ -115,6 +122,7 @@ def load_weights(
     *,
     tied: bool,
     spellings: Mapping[str, Sequence[Spelling]] = {},
+    verify: bool = True,
 ) -> LoadReport:
     """Hands every tensor of `shapes` to `write(name, array)`, once each, in the order of the files.
 
@@ -125,10 +133,11 @@ def load_weights(
       write: receives an array of the dtype on file (bfloat16, float16 or float32). It must copy what it keeps.
       tied: the head is the embedding: `shapes` has no ``lm_head.weight`` and one in the files is ignored.
       spellings: how tensors may lie in the files, where that is not one tensor of the same name; see `models.names`.
+      verify: hash the files that the folder's SHA256SUMS names, if it has one, while they are read.
 
     Raises:
-      UserError: a file is missing, broken or cut short, a tensor is missing or has the wrong shape or dtype.
-        Nothing was written then.
+      UserError: a file is missing, broken or cut short, a tensor is missing or has the wrong shape or dtype. Nothing was
+        written then. Or, seen while reading, a value is not finite or a file does not have its hash.
     """
     stored = _read_headers(Path(folder))
     found = _match(Path(folder), shapes, stored, spellings)
@@ -138,15 +147,19 @@ def load_weights(
     unused = sorted(key for key in stored if key not in used | ignored and not key.endswith("rotary_emb.inv_freq"))
     head_differs = tied and _HEAD in stored and _differ(found[_EMBEDDING][0].places[0], stored[_HEAD])
     files = list(dict.fromkeys(place.file for place in places))
+    expected = sums.read_sums(Path(folder)) if verify else {}
     with ExitStack() as stack:
         tensors = {file: stack.enter_context(_open(file)) for file in files}
-        for name in sorted(found, key=lambda name: files.index(found[name][0].places[0].file)):
-            write(name, _assemble(found[name], shapes[name], tensors))
+        for file in files:
+            with sums.verified(file, expected.get(file.name)):
+                for name in [name for name in found if found[name][0].places[0].file == file]:
+                    write(name, _assemble(found[name], shapes[name], tensors))
     return LoadReport(
         files=tuple(files),
         parameters=sum(math.prod(shape) for shape in shapes.values()),
         dtypes=tuple(sorted({place.dtype for place in places})),
         unused=tuple(unused),
+        unverified=tuple(file.name for file in files if expected and file.name not in expected),
         head_differs=head_differs,
     )
 
@@ -161,10 +174,10 @@ def save_folder(
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_size: str | int = "5GB",
 ) -> None:
-    """Writes a folder that transformers loads: weights, config.json and the tokenizer files of `source`.
+    """Writes a folder that transformers loads: weights, their SHA256SUMS, config.json and the tokenizer files of `source`.
 
     Everything is written into a sibling folder that takes the place of `out_dir` at the end, so a failure leaves what
-    was there before. Each shard is read back and compared. Shards are filled in the order of `tensors`; a tensor larger than a shard has one of its own.
+    was there before. Each shard is read back and its hash compared. Shards are filled in the order of `tensors`; a tensor larger than a shard has one of its own.
 
     config.json is the source's, byte for byte, if it says the same as `config`. Only if its ``dtype`` (or
     ``torch_dtype``) names another dtype than the files hold is that value changed: transformers loads weights in the
@@ -188,13 +201,16 @@ def save_folder(
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
+        hashes = {}
         for file, names in shards.items():
             with open(aside / file, "wb") as stream:
-                sums = _write_shard(stream, {name: tensors[name] for name in names}, read, dtype)
+                hashes[file] = _write_shard(stream, {name: tensors[name] for name in names}, read, dtype)
                 stream.flush()
                 os.fsync(stream.fileno())
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the disk is asked
-            _read_back(aside / file, sums)
+            if sums.hash_file(aside / file) != hashes[file]:
+                raise UserError(f"cannot save '{file}': it is not read as it was written; check the disk")
+        sums.write_sums(aside, hashes)
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -226,7 +242,7 @@ def check_save_folder(out_dir: str | Path, size: int = 0) -> None:
     out_dir = Path(out_dir).resolve()
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"cannot save to '{out_dir}': it is not a folder; choose another")
-    known = {"config.json", INDEX_FILE, *TOKENIZER_FILES}
+    known = {"config.json", INDEX_FILE, sums.NAME, *TOKENIZER_FILES}
     for entry in sorted(out_dir.iterdir()) if out_dir.exists() else ():
         if entry.name not in known and not _WEIGHT_FILE.fullmatch(entry.name):
             raise UserError(f"cannot save to '{out_dir}': it holds '{entry.name}', which is not of a saved model")
@@ -362,12 +378,12 @@ def _check(piece: _Piece, shape: tuple[int, ...]) -> None:
 
 def _assemble(pieces: Sequence[_Piece], shape: tuple[int, ...], tensors: Mapping[Path, Any]) -> np.ndarray:
     """A tensor of the model from its pieces in the files."""
-    read = lambda place: tensors[place.file].get_tensor(place.key)  # noqa: E731
+    read = lambda place: _finite(place, tensors[place.file].get_tensor(place.key))  # noqa: E731
     if pieces[0].part.mxfp4:
         blocks, scales = (tensors[place.file].get_slice(place.key) for place in pieces[0].places)
         out = np.empty(shape, ml_dtypes.bfloat16)
         for expert in range(shape[0]):
-            out[expert] = dequantise(blocks[expert], scales[expert])
+            out[expert] = _finite(pieces[0].places[1], dequantise(blocks[expert], scales[expert]))
         return out
     if not pieces[0].part.where:
         return read(pieces[0].places[0])
@@ -379,6 +395,16 @@ def _assemble(pieces: Sequence[_Piece], shape: tuple[int, ...], tensors: Mapping
             out = np.empty(shape, array.dtype if same else np.float32)
         out[piece.part.where] = array
     return out
+
+
+def _finite(place: _Stored, array: np.ndarray) -> np.ndarray:
+    """`array`. Raises UserError, which names where it was stored, if a value is infinite or not a number."""
+    mask = _EXPONENT[place.dtype if place.dtype in _EXPONENT else "BF16"]
+    bits = array.reshape(-1).view(mask.dtype)
+    for start in range(0, bits.size, _LOOK):
+        if ((bits[start : start + _LOOK] & mask) == mask).any():
+            raise UserError(f"{place.file}: tensor '{place.key}' has values that are not finite; get the file again")
+    return array
 
 
 def _renaming(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> Callable[[str], str]:
@@ -428,11 +454,11 @@ def _write_shard(
     tensors: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     dtype: str,
-) -> dict[str, int]:
+) -> str:
     """One safetensors file: length of the header (u64), header (JSON padded to 8 bytes), tensors without gaps.
 
     Returns:
-      The CRC-32 of what was written for each tensor.
+      The hexadecimal SHA-256 of what was written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -442,29 +468,21 @@ def _write_shard(
         header[name] = {"dtype": tag, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    sums = {}
+    written = hashlib.sha256()
+
+    def put(data: bytes) -> None:
+        written.update(data)
+        stream.write(data)
+
+    put(len(text).to_bytes(8, "little") + text)
     for name, shape in tensors.items():
         array = read(name)
         if array.shape != tuple(shape):
             raise ValueError(f"tensor '{name}' was read with shape {array.shape}, announced as {tuple(shape)}")
         flat, target = array.reshape(-1), _format(name, dtype)[1]
-        sums[name] = 0
         for start in range(0, flat.size, _CHUNK):
-            data = flat[start : start + _CHUNK].astype(target, copy=False).tobytes()
-            sums[name] = zlib.crc32(data, sums[name])
-            stream.write(data)
-    return sums
-
-
-def _read_back(file: Path, sums: Mapping[str, int]) -> None:
-    """Raises UserError unless a file that was written is read again as it was given."""
-    with _open(file) as tensors:
-        for name, expected in sums.items():
-            if zlib.crc32(tensors.get_tensor(name).reshape(-1).view(np.uint8)) != expected:
-                raise UserError(
-                    f"cannot save '{file.name}': tensor '{name}' is not read as it was written; check the disk"
-                )
+            put(flat[start : start + _CHUNK].astype(target, copy=False).tobytes())
+    return written.hexdigest()
 
 
 def _config_bytes(config: Mapping[str, Any], source: Path | None, dtype: str | None) -> bytes:

@@ -1,6 +1,8 @@
 """Hugging Face folders in and out. The oracles are the safetensors library and transformers."""
 
+import collections
 import json
+import re
 import tracemalloc
 
 import ml_dtypes
@@ -94,7 +96,7 @@ def test_unused_tensors_are_listed_and_rotary_buffers_are_not(tmp_path):
 
 def test_notes_name_many_unused_tensors_once():
     unused = tuple(f"vision.layers.{i}.{w}.weight" for i in range(12) for w in "qk")
-    notes = huggingface.LoadReport((), 0, (), unused, head_differs=True).notes
+    notes = huggingface.LoadReport((), 0, (), unused, (), head_differs=True).notes
     assert notes[:2] == ("not used: vision.layers.*.q.weight (12)", "not used: vision.layers.*.k.weight (12)")
     assert len(notes) == 3 and "lm_head.weight, which differs from the embedding" in notes[2]
 
@@ -218,6 +220,85 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
             load_weights(tmp_path, shapes_of(tensors), pytest.fail, tied=False)
 
 
+# Damages: of the field with the header's length, of the header (names, dtypes, shapes, offsets), and of the data.
+
+
+def damages(whole: bytes, count: int):
+    """The class, and the file with a bit flipped there; some of each class, and all of the length field."""
+    start = 8 + int.from_bytes(whole[:8], "little")
+    rng = np.random.default_rng(3)
+    offsets = [m.start() for m in re.finditer(rb"\d(?=[\d,]*\]\}?)", whole[:start])]  # digits of shapes and offsets
+    places = {
+        "length": range(8),
+        "header": rng.integers(8, start, count),
+        "numbers": rng.choice(offsets, min(count, len(offsets)), replace=False),
+        "data": [start, len(whole) - 1, *rng.integers(start, len(whole), count)],
+    }
+    for where, positions in places.items():
+        for position in positions:
+            for bit in range(8):
+                flipped = bytearray(whole)
+                flipped[position] ^= 1 << bit
+                yield where, bytes(flipped)
+
+
+def test_a_damaged_header_is_refused_by_name_or_changes_nothing(tmp_path):
+    """Without a hash: what is read is what was written, or the file or the tensor that is not there is named."""
+    tensors, file, met = some_tensors(), tmp_path / "model.safetensors", collections.Counter()
+    save_file(tensors, file, metadata={"format": "pt"})
+    for where, content in damages(file.read_bytes(), 60):
+        if where == "data":
+            continue
+        file.write_bytes(content)
+        try:
+            got, _ = load(tmp_path, shapes_of(tensors))
+        except UserError as error:
+            assert re.search(r"model\.safetensors: |: no tensor '", str(error)) and "\n" not in str(error)
+            met[where] += 1
+        else:
+            assert where == "header"  # such as a letter of its metadata
+            assert_same_bytes(got, tensors)
+    assert met["length"] == 64 and met["numbers"] > 64 and met["header"] > 240
+
+
+def test_any_damage_is_seen_by_the_hash_and_the_file_named(tmp_path):
+    tensors = some_tensors()
+    save(tmp_path / "out", tensors, dtype="float32", max_shard_size=200)
+    assert_same_bytes(load(tmp_path / "out", shapes_of(tensors))[0], tensors)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) > 1
+    met = collections.Counter()
+    for file in shards:
+        whole = file.read_bytes()
+        for where, content in damages(whole, 12):
+            file.write_bytes(content)
+            with pytest.raises(UserError) as raised:
+                load(tmp_path / "out", shapes_of(tensors))
+            message = str(raised.value)
+            assert f"{file.name}: " in message or "no tensor '" in message and where != "data", message
+            met[where] += 1
+        file.write_bytes(whole)
+    assert set(met) == {"length", "header", "numbers", "data"}
+    assert_same_bytes(load(tmp_path / "out", shapes_of(tensors))[0], tensors)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("tag", DTYPES)
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, tag, value, monkeypatch):
+    monkeypatch.setattr(huggingface, "_LOOK", 3)  # several pieces, the last one shorter
+    tensors = some_tensors(DTYPES[tag])
+    largest = np.array(3e38 if tag != "F16" else 65504, np.float32).astype(DTYPES[tag])
+    tensors[EMBED][0, 0] = largest  # finite
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_bytes(load(tmp_path, shapes_of(tensors))[0], tensors)
+    for place in (0, -1):
+        damaged = {name: array.copy() for name, array in tensors.items()}
+        damaged[EMBED].reshape(-1)[place] = value
+        save_file(damaged, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=f"model.safetensors: tensor '{EMBED}' has values that are not finite"):
+            load(tmp_path, shapes_of(tensors))
+
+
 # Saving.
 
 
@@ -282,6 +363,7 @@ def test_config_and_tokenizer_are_copied_verbatim(tmp_path):
     assert {entry.name for entry in (tmp_path / "out").iterdir()} == {
         "config.json",
         "model.safetensors",
+        "SHA256SUMS",
         *TOKENIZER_FILES,
     }
 
@@ -306,7 +388,7 @@ def test_a_saved_model_is_replaced_and_nothing_else_is_left(tmp_path):
     out = tmp_path / "a" / "b"
     save(out, some_tensors(), max_shard_size=1)
     save(out, some_tensors())
-    assert {entry.name for entry in out.iterdir()} == {"config.json", "model.safetensors"}
+    assert {entry.name for entry in out.iterdir()} == {"config.json", "model.safetensors", "SHA256SUMS"}
     assert [entry.name for entry in out.parent.iterdir()] == ["b"]
 
 

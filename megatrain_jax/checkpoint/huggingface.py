@@ -25,6 +25,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megatrain_jax.checkpoint import sums
+from megatrain_jax.checkpoint.finite import all_finite
 from megatrain_jax.checkpoint.mxfp4 import BLOCK, dequantise
 from megatrain_jax.config import UserError
 from megatrain_jax.models.names import Part, Spelling
@@ -50,21 +51,8 @@ _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
 _READABLE = ("BF16", "F16", "F32")
 _WRITABLE = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_UNITS = {"": 1} | {p + s: base**n for n, p in enumerate("KMGT", 1) for s, base in (("B", 1000), ("IB", 1024))}
 _CHUNK = 1 << 22
-_LOOK = 1 << 16  # elements that stay in a processor's cache
-# Where all bits of the exponent are set, a value is infinite or not a number.
-_EXPONENT = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00), "F32": np.uint32(0x7F800000)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,11 +387,8 @@ def _assemble(pieces: Sequence[_Piece], shape: tuple[int, ...], tensors: Mapping
 
 def _finite(place: _Stored, array: np.ndarray) -> np.ndarray:
     """`array`. Raises UserError, which names where it was stored, if a value is infinite or not a number."""
-    mask = _EXPONENT[place.dtype if place.dtype in _EXPONENT else "BF16"]
-    bits = array.reshape(-1).view(mask.dtype)
-    for start in range(0, bits.size, _LOOK):
-        if ((bits[start : start + _LOOK] & mask) == mask).any():
-            raise UserError(f"{place.file}: tensor '{place.key}' has values that are not finite; get the file again")
+    if not all_finite(array):
+        raise UserError(f"{place.file}: tensor '{place.key}' has values that are not finite; get the file again")
     return array
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatrain_jax.checkpoint import huggingface
+from megatrain_jax.checkpoint import finite, huggingface
 from megatrain_jax.checkpoint.huggingface import (
     TOKENIZER_FILES,
     check_save_folder,
@@ -285,7 +285,7 @@ def test_any_damage_is_seen_by_the_hash_and_the_file_named(tmp_path):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("tag", DTYPES)
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, tag, value, monkeypatch):
-    monkeypatch.setattr(huggingface, "_LOOK", 3)  # several pieces, the last one shorter
+    monkeypatch.setattr(finite, "_PIECE", 3)  # several pieces, the last one shorter
     tensors = some_tensors(DTYPES[tag])
     largest = np.array(3e38 if tag != "F16" else 65504, np.float32).astype(DTYPES[tag])
     tensors[EMBED][0, 0] = largest  # finite

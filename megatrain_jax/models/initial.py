@@ -10,7 +10,7 @@ from megatrain_jax.models.spec import ModelSpec
 def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """A random tensor, float32.
 
-    Matrices and embeddings are drawn from ``normal(0, initializer_range)``; biases are 0. Norms start as the identity: at 1,
+    Matrices, embeddings and the bias of a router are drawn from ``normal(0, initializer_range)``; other biases are 0. Norms start as the identity: at 1,
     or at 0 where the weight is added to 1. Decay rates of gated delta layers are drawn from ``uniform(0.01, 16)``, and their
     time steps are 1.
 
@@ -21,7 +21,7 @@ def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.ra
         return np.log(rng.uniform(0.01, 16.0, shape)).astype(np.float32)
     if name.endswith("dt_bias"):
         return np.ones(shape, np.float32)
-    if name.endswith("bias"):
+    if name.endswith("bias") and not name.endswith("router.bias"):
         return np.zeros(shape, np.float32)
     if name.removesuffix(".weight").endswith("norm"):
         from_zero = spec.norm == "rms_offset" and not name.endswith("linear_attn.norm.weight")

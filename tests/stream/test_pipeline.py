@@ -342,8 +342,10 @@ def test_steps_leave_nothing_behind(settings):
         tracemalloc.start()
         try:
             taken(3)
-            before, after = taken(3), taken(30)
+            arrays, nbytes, python = zip(taken(3), *(taken(30) for _ in range(4)), strict=True)
         finally:
             tracemalloc.stop()
-    assert before[:2] == after[:2]
-    assert after[2] - before[2] < 30 * 200  # bytes of Python's own; a step's smallest gradient is larger
+    assert len(set(arrays)) == len(set(nbytes)) == 1
+    # Bytes of Python's own; a step's smallest gradient is larger. What Python keeps of freed objects grows to a limit, what
+    # is not freed grows every time.
+    assert min(np.diff(python)) < 30 * 200

@@ -40,6 +40,7 @@ def cases(usual: set[str]):
 def build(name: str, folder):
     """A model of transformers with weights of which none is trivial, saved beside the config of the case."""
     raw = raw_config(name)
+    torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **json.loads(json.dumps(raw)))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(0)
@@ -137,7 +138,8 @@ def test_logits_gradients_and_export_are_those_of_transformers(name, tmp_path):
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(name, tmp_path):
     theirs = build(name, tmp_path / "theirs")
     model = mt.load(tmp_path / "theirs", dtype="bfloat16", device="cpu")
-    ids = np.concatenate([tokens(seed, SAMPLES[0]) for seed in range(16)])
+    # Many tokens: one that bfloat16 sends to another expert, by chance here or there, counts as much as a thousand others.
+    ids = np.concatenate([tokens(seed, SAMPLES[0]) for seed in range(128)])
     exact = logits_of(theirs, ids)
     distance = lambda logits: np.sqrt(np.mean(np.square(logits - exact)))  # noqa: E731
     assert 0 < distance(model.logits(ids)) <= distance(logits_of(theirs.bfloat16(), ids))

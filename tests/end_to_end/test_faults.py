@@ -132,7 +132,7 @@ WAITS = {
     "report.metrics:MetricsLog.write": "MainThread waits for metrics.jsonl to be written",
     "host.holds:Holds.wait": "megatrain-optimizer waits for block",
     "checkpoint.tensors:Writer._land": "MainThread waits for the ",
-    "checkpoint.tensors:Writer._send": "MainThread waits for the checkpoint before",
+    "checkpoint.tensors:Writer._send": "megatrain-optimizer waits for block 0 to be written to the checkpoint",
 }
 
 

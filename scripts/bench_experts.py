@@ -9,47 +9,18 @@ crashes or hangs leaves the others alone. Needs jax and numpy only; tokamax is t
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-import subprocess
-import sys
 import time
+
+from ways import each_in_a_process
 
 EXPERTS, HIDDEN, INNER, TOP = 128, 2048, 768, 8
 SECONDS = {"pallas": 45, "triton": 30, "tiles": 30, "tokamax": 20, "layout": 15}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECONDS, help="run this way in the present process")
-    parser.add_argument("--json", help="where the results go, besides the standard output")
-    parser.add_argument("--small", action="store_true", help="check only, on the CPU backend too (kernels interpreted)")
-    options = parser.parse_args()
-    if options.only:
-        for record in run(options.only, options.small):
-            print(json.dumps(record), flush=True)
-        return
-    records = []
-    for way, seconds in SECONDS.items():
-        command = [sys.executable, __file__, "--only", way, *["--small"] * options.small]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                out, err = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-                err += f"\nstopped after {seconds} s"
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        if process.returncode:
-            found.append({"way": way, "error": err.strip()[-600:]})
-        for record in found:
-            print(json.dumps(record), flush=True)
-        records += found
-    if options.json:
-        with open(options.json, "w", encoding="ascii") as file:
-            json.dump(records, file, indent=1)
+    each_in_a_process(__file__, __doc__, SECONDS, run)
 
 
 # ---------------------------------------------------------------------- ways: (x, w, sizes), (dy, w, sizes), (dy, x, sizes)

@@ -13,14 +13,13 @@ two minutes; every line is printed as soon as it is known.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
+
+from ways import each_in_a_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -39,37 +38,10 @@ SEQ, ROWS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 4096, 8, 3584, 18944, 28, 4, 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECONDS, help="run this way in the present process")
-    parser.add_argument("--json", help="where the results go, besides the standard output")
-    parser.add_argument("--small", action="store_true", help="check only, on any backend")
-    options = parser.parse_args()
-    if options.only:
-        for record in run(options.only, options.small):
-            print(json.dumps(record), flush=True)
-        return
-    records = []
-    for way, seconds in SECONDS.items():
-        command = [sys.executable, __file__, "--only", way, *["--small"] * options.small]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                out, err = process.communicate(timeout=seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-                err += f"\nstopped after {seconds} s"
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        if process.returncode:
-            found.append({"way": way, "error": err.strip()[-600:]})
-        for record in found:
-            print(json.dumps(record), flush=True)
-        records += found
+    records = each_in_a_process(__file__, __doc__, SECONDS, run)
     rates = {record["way"]: record["layer"]["tokens_per_second"] for record in records if "layer" in record}
     for way, rate in rates.items():
         print(f"{way:12} {rate:10,.0f} tokens/s  {rate / rates.get('full', rate):6.1%} of full rows")
-    if options.json:
-        with open(options.json, "w", encoding="ascii") as file:
-            json.dump(records, file, indent=1)
 
 
 # ---------------------------------------------------------------------- ways: (q, k, v, segment_ids, window) -> attention

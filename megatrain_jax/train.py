@@ -117,11 +117,15 @@ def pinned_pool_gib(config: Config) -> int:
     itemsize = 2 if config.model.dtype == "bfloat16" else 4
     tokens = config.training.batch_size * config.training.gradient_accumulation_steps * config.dataset.max_seq_len
     inputs = itemsize * (len(spec.layers) + 1) * tokens * spec.hidden_size
-    if config.memory.offload_activations is False or (
-        config.memory.offload_activations == "auto" and inputs < 0.25 * _smallest_gpu_bytes()
-    ):
-        inputs = 0
-    return max(8, -(-int(1.25 * (itemsize * spec.num_parameters + inputs)) // 2**30))
+    offload = config.memory.offload_activations
+
+    def limit(held: int) -> int:
+        return max(8, -(-int(1.25 * held) // 2**30))
+
+    most, least = (limit(itemsize * spec.num_parameters + n) for n in (inputs, 0))
+    if most > least and offload == "auto":
+        offload = inputs >= 0.25 * _smallest_gpu_bytes()
+    return most if offload else least
 
 
 def _smallest_gpu_bytes() -> float:

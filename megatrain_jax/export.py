@@ -69,7 +69,7 @@ def _frozen_reader(run: Mapping[str, Any], spec) -> Callable[[str], np.ndarray]:
     """The float32 value of a frozen tensor by name, as the run had it."""
     from megatrain_jax.checkpoint import huggingface
     from megatrain_jax.models.blocks import model_tensors
-    from megatrain_jax.models.initial import initial_value
+    from megatrain_jax.models.initial import initial_value, random_source
     from megatrain_jax.models.names import spellings
 
     shapes, origin = model_tensors(spec), run["config"]["model"]
@@ -79,7 +79,7 @@ def _frozen_reader(run: Mapping[str, Any], spec) -> Callable[[str], np.ndarray]:
         found: list[np.ndarray] = []
         shape = {name: shapes[name]}
         if origin["init"] == "random":
-            rng = np.random.default_rng([run["config"]["seed"], numbers[name]])
+            rng = random_source(run["config"]["seed"], numbers[name])
             found.append(initial_value(spec, name, shapes[name], rng))
         else:
             keep = lambda _, array: found.append(array.astype(np.float32))  # noqa: E731

@@ -19,7 +19,7 @@ from megatrain_jax.host.store import HostStore, HostTensor, Layout
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
 from megatrain_jax.models.families import read_config, spec_from_config
-from megatrain_jax.models.initial import initial_value
+from megatrain_jax.models.initial import initial_value, random_source
 from megatrain_jax.models.names import spellings, written_pieces
 from megatrain_jax.models.spec import Batch, ModelSpec, is_buffer
 from megatrain_jax.stream.pipeline import Pipeline
@@ -259,7 +259,7 @@ def initialise(store: HostStore, seed: int) -> None:
     """Sets every tensor to its `initial_value`. Reproducible by `seed`."""
 
     def draw(number: int, tensor: HostTensor) -> None:
-        tensor.assign(initial_value(store.spec, tensor.name, tensor.shape, np.random.default_rng([seed, number])))
+        tensor.assign(initial_value(store.spec, tensor.name, tensor.shape, random_source(seed, number)))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(draw, *zip(*enumerate(store.tensors.values()), strict=True)))

@@ -7,6 +7,11 @@ import numpy as np
 from megatrain_jax.models.spec import ModelSpec
 
 
+def random_source(seed: int, number: int) -> np.random.Generator:
+    """What tensor number `number` of a model, in block order, is drawn from."""
+    return np.random.default_rng([seed, number])
+
+
 def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """A random tensor, float32.
 

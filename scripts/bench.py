@@ -180,6 +180,7 @@ def run(options: argparse.Namespace):
         from megatrain_jax.report.timeline import draw
         from megatrain_jax.stream.transfer import make_mesh
 
+        compiling = CompileSeconds()
         mesh = make_mesh(config.model.device)
         limits = {} if options.no_ceilings else ceilings(mesh)
         used = stack.enter_context(HostMemory())
@@ -194,6 +195,7 @@ def run(options: argparse.Namespace):
         shape = (options.batch, options.seq)
         batches = [unpadded_batch(rng.integers(0, spec.vocab_size, shape)) for _ in range(options.micro_batches)]
         for clip in options.clip:
+            compiling.seconds = 0.0
             measured, events, marks = time_steps(model, optimizer, plan, clip, batches, options.steps)
             step = measured["seconds_per_step"]
             tokens = options.batch * options.seq * options.micro_batches
@@ -210,6 +212,7 @@ def run(options: argparse.Namespace):
                 "clip": clip,
                 "tokens_per_step": tokens,
                 **measured,
+                "compile_seconds": compiling.seconds,
                 "tokens_per_second": tokens / step,
                 "model_tflops": flops * tokens / step / 1e12,
                 "hardware_tflops": (flops + again) * tokens / step / 1e12,
@@ -261,8 +264,8 @@ def time_steps(model, optimizer, plan, clip: float, batches: list, steps: int) -
     measured = {
         "seconds_per_step": step,
         "seconds": {what: statistics.median(values) for what, values in seconds.items()},
-        # Compilation, or reading what was compiled before, and the first touch of every buffer.
-        "compile_seconds": warm - 2 * step,
+        # What the first two steps took beyond two later ones: compilation, and the first touch of every buffer.
+        "warm_up_seconds": warm - 2 * step,
         "loss": outcome.loss,
     }
     return measured, events, marks
@@ -330,6 +333,23 @@ def recomputed_flops_per_token(spec, seq: int, plan) -> int:
     inner = {layer: last(layer.moe) if layer.moe else layer.intermediate_size for layer in layers}
     weights = sum(layer.active_parameters - layer.hidden_size * inner[layer] for layer in layers)
     return 2 * weights + sum(mixer_flops_per_token(layer, seq) for layer in layers)
+
+
+class CompileSeconds:
+    """Seconds that jax spent tracing, lowering and compiling, or reading what was compiled before.
+
+    Set `seconds` to 0 to start anew.
+    """
+
+    def __init__(self):
+        import jax
+
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, seconds: float, **_) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += seconds
 
 
 class HostMemory:

@@ -20,6 +20,7 @@ VARIANTS = {
     "cublaslt": {"xla_gpu_enable_cublaslt": True},
     "no triton gemm": {"xla_gpu_enable_triton_gemm": False},
     "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
+    "cublaslt and no triton gemm": {"xla_gpu_enable_cublaslt": True, "xla_gpu_enable_triton_gemm": False},
     "no command buffers": {"xla_gpu_enable_command_buffer": ""},
     "autotune level 0": {"xla_gpu_autotune_level": 0},
     "defaults again": {},

@@ -31,7 +31,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--shape", default="7b-wide", choices=SHAPES)
     found.add_argument("--layers", type=int, help="instead of the shape's own")
-    found.add_argument("--batch", type=int, default=32, help="rows")
+    found.add_argument("--batch", type=int, nargs="+", default=[32], help="rows; several run in turn on one model")
     found.add_argument("--seq", type=int, default=1024, help="tokens in a row")
     found.add_argument("--steps", type=int, default=5, help=f"timed steps, after {WARM_UP} that warm up")
     found.add_argument("--no-recompute", action="store_true", help="keep activations instead of computing them again")
@@ -110,21 +110,34 @@ class LanguageModel(torch.nn.Module):
         return self.model.lm_head(hidden, targets) / targets.numel()
 
 
-def random_batches(options: argparse.Namespace) -> Iterator[torch.Tensor]:
+def random_batches(options: argparse.Namespace, rows: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     vocab = SHAPES[options.shape]["vocab_size"]
     while True:
-        yield torch.randint(3, vocab, (options.batch, options.seq), generator=generator).cuda(non_blocking=True)
+        yield torch.randint(3, vocab, (rows, options.seq), generator=generator).cuda(non_blocking=True)
 
 
 def measure(name: str, options: argparse.Namespace, parameters: int, step: Callable, used: HostMemory, **facts) -> None:
-    """Times steps and prints the result.
+    """Times steps at each batch size and prints the results.
 
     Args:
       step: ``(token_ids, mark) -> loss`` does a whole optimizer step and calls ``mark(part)`` when a part of it ends.
     """
+    results = []
+    for rows in options.batch:
+        torch.cuda.empty_cache()
+        results.append(measure_batch(name, options, rows, parameters, step, used) | facts)
+        print(json.dumps(results[-1]), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def measure_batch(
+    name: str, options: argparse.Namespace, rows: int, parameters: int, step: Callable, used: HostMemory
+) -> dict:
+    """The result at one batch size, of `rows` rows; the other arguments are those of `measure`."""
     seconds, parts = [], {}
-    batches = random_batches(options)
+    batches = random_batches(options, rows)
     for number in range(WARM_UP + options.steps):
         if number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
@@ -143,8 +156,8 @@ def measure(name: str, options: argparse.Namespace, parameters: int, step: Calla
         seconds.append(time.perf_counter() - began)
         print(f"step {number}: loss {loss:.4f}, {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
     median = statistics.median(seconds[WARM_UP:])
-    tokens = options.batch * options.seq
-    result = {
+    tokens = rows * options.seq
+    return {
         "system": name,
         "shape": options.shape,
         "layers": options.layers or SHAPES[options.shape]["num_hidden_layers"],
@@ -161,10 +174,6 @@ def measure(name: str, options: argparse.Namespace, parameters: int, step: Calla
         "loss": loss,
         "devices": f"1 x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
-        **facts,
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
     }
-    print(json.dumps(result), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps([result], indent=1) + "\n")

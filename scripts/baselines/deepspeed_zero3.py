@@ -83,7 +83,7 @@ def engine_settings(options, config) -> dict:
     layer += 3 * width * config.intermediate_size
     on_host = {"device": "cpu", "pin_memory": True}
     return {
-        "train_micro_batch_size_per_gpu": options.batch,
+        "train_micro_batch_size_per_gpu": options.batch[0],  # read by nothing but its log
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
         "bf16": {"enabled": True},

@@ -1,19 +1,23 @@
-"""Ways to keep attention inside the samples of packed rows on one GPU: checked against plain masks, then timed.
+"""Ways to keep attention inside the samples of packed rows on one GPU: timed, and checked against plain masks.
 
     python scripts/bench_packing.py --json packing.json
 
 Rows of 4096 tokens are packed by best fit from lengths drawn as exp(N(5.8, 0.9)), clipped to [16, 4096]: mean 490, as
-in mixtures of instructions and short dialogues. A way is one attention function. Each is held to attention in float32
-with a plain mask, forward and gradients, with and without a sliding window; then one attention and one whole 7B-wide
-layer (hidden 3584, inner 18944, 28 heads, 4 key heads) are timed, forward and backward, on 8 such rows. "full" is the
-rate to compare with: the same rows as if each were one sample. "sorted" packs nothing: samples of similar length share
-a batch. Each way runs in a process of its own: one that crashes or hangs leaves the others alone. All of it takes about
-two minutes; every line is printed as soon as it is known.
+in mixtures of instructions and short dialogues. A way is one attention function. It is timed on 8 such rows, forward and
+backward; what it gave for one of them, output and gradients, is held to attention in float32 with a plain mask; and one
+whole 7B-wide layer (hidden 3584, inner 18944, 28 heads, 4 key heads) is timed on the same rows. "full" is the rate to
+compare with: rows as if each were one sample. "sorted" packs nothing: samples of similar length share a batch, padded to
+the next of a few lengths. Only its attention is timed at each length; the rest of a layer works token by token.
+
+Each way runs in a process of its own: one that crashes or hangs leaves the others alone. They share what the first ones
+compiled and tuned. Every line is printed as soon as it is known. "tokamax" needs the package of that name.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,61 +27,54 @@ from ways import each_in_a_process
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-SECONDS = {
-    "full": 25,
-    "causal_bias": 25,
-    "offsets": 25,
-    "offsets_128": 25,
-    "tokamax": 30,
-    "pallas": 30,
-    "sorted": 25,
-    "bias": 25,
-    "xla": 25,
-}
+WAYS = ("full", "causal_bias", "pallas", "tokamax", "sorted", "offsets", "offsets_128", "bias", "xla")
+SECONDS = 60
 SEQ, ROWS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD = 4096, 8, 3584, 18944, 28, 4, 128
+LENGTHS = (256, 512, 1024, 2048, SEQ)
 
 
 def main() -> None:
-    records = each_in_a_process(__file__, __doc__, SECONDS, run)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        records = each_in_a_process(__file__, __doc__, dict.fromkeys(WAYS, SECONDS), run)
     rates = {record["way"]: record["layer"]["tokens_per_second"] for record in records if "layer" in record}
     for way, rate in rates.items():
         print(f"{way:12} {rate:10,.0f} tokens/s  {rate / rates.get('full', rate):6.1%} of full rows")
 
 
-# ---------------------------------------------------------------------- ways: (q, k, v, segment_ids, window) -> attention
+# ---------------------------------------------------------------------- ways: (q, k, v, segment_ids) -> attention
 
 
-def full(q, k, v, segment_ids, window):
+def full(q, k, v, segment_ids):
     """cuDNN, as if every row were one sample."""
     import jax
 
-    size = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=size, implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def causal_bias(q, k, v, segment_ids, window):
+def causal_bias(q, k, v, segment_ids):
     """What the package does: causal cuDNN with a mask that tells samples apart, added to the scores."""
     from megatrain_jax.models.attention import AttentionOptions, attend
 
-    return attend(q, k, v, segment_ids, window=window, options=AttentionOptions("cudnn", segments=True))
+    return attend(q, k, v, segment_ids, window=None, options=AttentionOptions("cudnn", segments=True))
 
 
-def bias(q, k, v, segment_ids, window):
+def bias(q, k, v, segment_ids):
     """cuDNN with the whole mask added to the scores."""
     import jax
 
     from megatrain_jax.models.attention import causal_mask
 
-    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids, window), implementation="cudnn")
+    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids, None), implementation="cudnn")
 
 
-def xla(q, k, v, segment_ids, window):
+def xla(q, k, v, segment_ids):
     """Scores in memory."""
     import jax
 
     from megatrain_jax.models.attention import causal_mask
 
-    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids, window), implementation="xla")
+    return jax.nn.dot_product_attention(q, k, v, mask=causal_mask(segment_ids, None), implementation="xla")
 
 
 def segment_layout(segment_ids, most: int):
@@ -95,7 +92,7 @@ def segment_layout(segment_ids, most: int):
     return jnp.where(there, lengths, -1), jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
 
 
-def offsets(q, k, v, segment_ids, window, most: int = 32):
+def offsets(q, k, v, segment_ids, most: int = 32):
     """cuDNN with the lengths and offsets of up to `most` segments a row; jax keeps this interface to itself."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
@@ -110,15 +107,14 @@ def offsets(q, k, v, segment_ids, window, most: int = 32):
         kv_offsets=starts,
         scale=q.shape[-1] ** -0.5,
         mask_type=MaskType.PADDING_CAUSAL,
-        sliding_window_length=window,
     )
 
 
-def offsets_128(q, k, v, segment_ids, window):
-    return offsets(q, k, v, segment_ids, window, most=128)
+def offsets_128(q, k, v, segment_ids):
+    return offsets(q, k, v, segment_ids, most=128)
 
 
-def tokamax(q, k, v, segment_ids, window):
+def tokamax(q, k, v, segment_ids):
     """The Hopper kernel of tokamax, told the first key of every query; it skips the blocks before it."""
     import jax.numpy as jnp
     from tokamax._src.ops.attention.base import Mask
@@ -127,24 +123,22 @@ def tokamax(q, k, v, segment_ids, window):
     place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
     changes = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     first = jnp.maximum.accumulate(jnp.where(changes, place, 0), axis=1)
-    if window is not None:
-        first = jnp.maximum(first, place - window + 1)
     return PallasMosaicGpuFlashAttention()(q, k, v, mask=Mask(k_start=first[:, None], is_causal=True))
 
 
-def pallas(q, k, v, segment_ids, window):
-    """The Triton kernel that jax ships; no windows, and keys repeated for their queries."""
+def pallas(q, k, v, segment_ids):
+    """The Triton kernel that jax ships, with keys repeated for their queries; interpreted on a CPU."""
+    import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
-    if window is not None:
-        raise NotImplementedError("no sliding windows")
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     sizes = BlockSizes(block_q=128, block_k=64, block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
-    return mha(q, k, v, segment_ids, sm_scale=q.shape[-1] ** -0.5, causal=True, block_sizes=sizes)
+    how = {"sm_scale": q.shape[-1] ** -0.5, "causal": True, "interpret": jax.default_backend() == "cpu"}
+    return mha(q, k, v, segment_ids, block_sizes=sizes, **how)
 
 
-# ---------------------------------------------------------------------- checks and times
+# ---------------------------------------------------------------------- times and checks
 
 
 def sample_lengths(count: int):
@@ -154,7 +148,7 @@ def sample_lengths(count: int):
 
 
 def packed_rows(rows: int, seq: int):
-    """int32 ``[rows, seq]`` segment ids of some of many packed rows, and the real tokens in them."""
+    """int32 ``[rows, seq]`` segment ids of some of many packed rows; the first ends in padding, as some row may."""
     import numpy as np
 
     from megatrain_jax.data.packing import plan_rows
@@ -166,73 +160,60 @@ def packed_rows(rows: int, seq: int):
         pieces = range(plan.offsets[number], plan.offsets[number + 1])
         filled = np.repeat(np.arange(1, len(pieces) + 1), [plan.stops[i] for i in pieces])
         ids[row, : len(filled)] = filled
-    return ids, int((ids > 0).sum())
+    ids[0, -50:] = 0
+    return ids
 
 
-def error(got, expected) -> float:
-    import jax.numpy as jnp
-
-    got, expected = (jnp.asarray(x, jnp.float32) for x in (got, expected))
-    return float(jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel()))
-
-
-def check(attention: Callable, window: int | None) -> dict:
-    """Relative errors of the output and of the gradients of q, k, v; bfloat16 itself makes about 0.004."""
+def forward_and_backward(attention: Callable) -> Callable:
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
-    rows, seq = 3, 512
-    ids = np.zeros((rows, seq), np.int32)
-    for row, cuts in enumerate(([0, 100, 101, 300, 512], [0, 512], [0, 7, 200, 333, 400, 501])):
-        for segment, (start, stop) in enumerate(zip(cuts, cuts[1:]), 1):
-            ids[row, start:stop] = segment
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(rows, seq, heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    q, k, v, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
-
-    def both(attention, q, k, v, dy):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ids, window), q, k, v)
+    def both(q, k, v, dy, ids):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ids), q, k, v)
         return out, *pull(dy)
 
-    with jax.default_matmul_precision("highest"):
-        expected = jax.jit(lambda *x: both(xla, *x))(*(x.astype(jnp.float32) for x in (q, k, v, dy)))
-    got = jax.jit(lambda *x: both(attention, *x))(q, k, v, dy)
-    return {name: round(error(a, b), 5) for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected)}
+    return both
 
 
-def measure(function: Callable, *arguments) -> tuple[float, int]:
-    """Seconds a call, and the bytes of scratch that it was compiled with."""
+def measure(function: Callable, *arguments) -> tuple:
+    """What a call returns, the seconds it takes, and the bytes of scratch that it was compiled with."""
     import jax
 
     compiled = jax.jit(function).lower(*arguments).compile()
     memory = compiled.memory_analysis()
-    jax.block_until_ready(compiled(*arguments))
+    result = jax.block_until_ready(compiled(*arguments))
     start, calls = time.perf_counter(), 0
-    while calls < 10 or time.perf_counter() - start < 0.5:
+    while calls < 5 or time.perf_counter() - start < 0.4:
         result = compiled(*arguments)
         calls += 1
         if calls % 5 == 0:
             jax.block_until_ready(result)
     jax.block_until_ready(result)
-    return (time.perf_counter() - start) / calls, memory.temp_size_in_bytes if memory else 0
+    return result, (time.perf_counter() - start) / calls, memory.temp_size_in_bytes if memory else 0
 
 
-def time_attention(attention: Callable, ids) -> dict:
+def operands(rows: int, seq: int) -> list:
+    """Random q, k, v, and the gradient of the output."""
     import jax
     import jax.numpy as jnp
 
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(*ids.shape, heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    q, k, v, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes))
+    shapes = [(rows, seq, heads, HEAD) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes)]
 
-    def both(q, k, v, dy, ids):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ids, None), q, k, v)
-        return out, pull(dy)
 
-    forward, _ = measure(lambda q, k, v, ids: attention(q, k, v, ids, None), q, k, v, ids)
-    whole, scratch = measure(both, q, k, v, dy, ids)
-    return {"forward_ms": forward * 1e3, "forward_backward_ms": whole * 1e3, "scratch_gib": scratch / 2**30}
+def errors(got: tuple, inputs: list, ids) -> dict:
+    """Relative errors of the first row's output and gradients of q, k, v; bfloat16 itself makes about 0.004."""
+    import jax
+    import jax.numpy as jnp
+
+    with jax.default_matmul_precision("highest"):
+        first = [x[:1].astype(jnp.float32) for x in inputs]
+        expected = jax.jit(forward_and_backward(xla))(*first, ids[:1])
+
+    def error(a, b) -> float:
+        return float(jnp.linalg.norm((a[:1].astype(jnp.float32) - b).ravel()) / jnp.linalg.norm(b.ravel()))
+
+    return {name: round(error(a, b), 5) for name, a, b in zip(("out", "dq", "dk", "dv"), got, expected)}
 
 
 def time_layer(attention: Callable, ids) -> tuple[float, int]:
@@ -258,53 +239,55 @@ def time_layer(attention: Callable, ids) -> tuple[float, int]:
         (_, stats), pull = jax.vjp(lambda w, x: layer.apply(blocks.bind(w), x, context), weights, x)
         return pull((dy, stats))
 
-    way = lambda q, k, v, ids, *, window, **_: attention(q, k, v, ids, window)  # noqa: E731
-    with mock.patch.object(blocks, "attend", way):
-        return measure(both, weights, x, dy, jnp.asarray(ids))
+    with mock.patch.object(blocks, "attend", lambda q, k, v, ids, **_: attention(q, k, v, ids)):
+        _, seconds, scratch = measure(both, weights, x, dy, jnp.asarray(ids))
+    return seconds, scratch
 
 
 def run(way: str, small: bool) -> Iterator[dict]:
     import jax
+    import jax.numpy as jnp
 
     record = {"way": way, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    rows, seq = (2, 512) if small else (ROWS, SEQ)
     if way == "sorted":
-        if not small:
-            yield record | run_sorted()
+        yield from () if small else run_sorted(record)
         return
-    attention = globals()[way]
-    if way != "full":
-        for name, window in (("check", None), ("check_window", 100)):
-            try:
-                record[name] = check(attention, window)
-            except Exception as problem:  # noqa: BLE001 (whatever a kernel raises is a result)
-                record[name] = f"{type(problem).__name__}: {problem}"[:300]
-        yield dict(record)
+    attention, ids = globals()[way], jnp.asarray(packed_rows(rows, seq))
+    tokens = ids.size if way == "full" else int((ids > 0).sum())
+    inputs = operands(rows, seq)
     if small:
-        return
-    ids, real = packed_rows(ROWS, SEQ)
-    tokens = ids.size if way == "full" else real
-    record["rows"] = {"real_tokens": real, "of": ids.size, "most_segments": int(ids.max())}
-    record["attention"] = time_attention(attention, ids)
-    seconds, scratch = time_layer(attention, ids)
-    record["layer"] = {"ms": seconds * 1e3, "tokens_per_second": tokens / seconds, "scratch_gib": scratch / 2**30}
-    yield record
+        got = jax.jit(forward_and_backward(attention))(*inputs, ids)
+    else:
+        got, seconds, scratch = measure(forward_and_backward(attention), *inputs, ids)
+        rows_are = {"real_tokens": tokens, "of": ids.size, "most_segments": int(ids.max())}
+        yield record | {"rows": rows_are, "attention": {"ms": seconds * 1e3, "scratch_gib": scratch / 2**30}}
+    if way != "full":
+        yield record | {"relative_errors": errors(got, inputs, ids)}
+    if not small:
+        del got, inputs
+        seconds, scratch = time_layer(attention, ids)
+        rate = tokens / seconds
+        yield record | {"layer": {"ms": seconds * 1e3, "tokens_per_second": rate, "scratch_gib": scratch / 2**30}}
 
 
-def run_sorted() -> dict:
-    """Samples padded to the next of a few lengths, and batches of one length only: real tokens by the time they take."""
+def run_sorted(record: dict) -> Iterator[dict]:
+    """Samples padded to the next of `LENGTHS`, and batches of one length only: real tokens by the time they take."""
+    import jax.numpy as jnp
     import numpy as np
 
-    lengths, total, seconds, steps = sample_lengths(20_000), 0, 0.0, {}
-    below = 0
-    for seq in (256, 512, 1024, 2048, SEQ):
-        mine = lengths[(lengths > below) & (lengths <= seq)]
+    attention = {}
+    for seq in reversed(LENGTHS):
         rows = ROWS * SEQ // seq
-        steps[seq], _ = time_layer(full, np.ones((rows, seq), np.int32))
-        seconds += steps[seq] * len(mine) / rows
-        total += int(mine.sum())
-        below = seq
-    milliseconds = {str(seq): each * 1e3 for seq, each in steps.items()}
-    return {"layer": {"tokens_per_second": total / seconds, "ms_by_length": milliseconds}}
+        ids = jnp.ones((rows, seq), jnp.int32)
+        attention[seq] = measure(forward_and_backward(full), *operands(rows, seq), ids)[1]
+        yield record | {"attention": {"ms": attention[seq] * 1e3, "rows": rows, "tokens_in_a_row": seq}}
+    whole, _ = time_layer(full, jnp.ones((ROWS, SEQ), jnp.int32))
+    lengths = sample_lengths(20_000)
+    bucket = np.searchsorted(LENGTHS, lengths)
+    layers = [whole - attention[SEQ] + attention[seq] for seq in LENGTHS]
+    batches = np.bincount(bucket, minlength=len(LENGTHS)) * np.array(LENGTHS) / (ROWS * SEQ)
+    yield record | {"layer": {"tokens_per_second": int(lengths.sum()) / float(batches @ layers)}}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 
@@ -37,19 +40,22 @@ def each_in_a_process(
     records = []
     for way, limit in seconds.items():
         command = [sys.executable, script, "--only", way, *["--small"] * options.small]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                out, err = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                out, err = process.communicate()
-                err += f"\nstopped after {limit} s"
-        found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        if process.returncode:
-            found.append({"way": way, "error": err.strip()[-600:]})
-        for record in found:
-            print(json.dumps(record), flush=True)
-        records += found
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as errors,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            began, timer = time.monotonic(), threading.Timer(limit, process.kill)
+            timer.start()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    print(line, end="", flush=True)
+                    records.append(json.loads(line))
+            if process.wait():
+                errors.seek(0)
+                late = f"stopped after {limit} s; " if time.monotonic() - began >= limit else ""
+                records.append({"way": way, "error": late + errors.read().strip()[-600:]})
+                print(json.dumps(records[-1]), flush=True)
+            timer.cancel()
     if options.json:
         with open(options.json, "w", encoding="ascii") as file:
             json.dump(records, file, indent=1)

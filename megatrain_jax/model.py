@@ -276,14 +276,17 @@ def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:
 
 def attention_kernel(attention: str, spec: ModelSpec, mesh: Mesh, dtype: str) -> str:
     """The attention kernel of a `model.attn_implementation` setting; cuDNN's where its conditions are met."""
+    largest = 256 if (mesh.compute_capability or (0, 0)) >= (9, 0) else 128
+    # Latent attention pads its values to the size of its keys, or the other way round.
+    sizes = {max(s.head_dim, s.latent.value_dim if s.latent else 0) for s in spec.layers}
     refused = [
         why
         for why, holds in (
             ("needs a GPU", mesh.platform == "cpu"),
             ("computes in bfloat16 only", dtype != "bfloat16"),
             (
-                "takes head sizes up to 128 that are multiples of 8",
-                any(s.head_dim > 128 or s.head_dim % 8 for s in spec.layers),
+                f"takes head sizes up to {largest} on this GPU, in multiples of 8, and the model's is {max(sizes)}",
+                any(size > largest or size % 8 for size in sizes),
             ),
         )
         if holds

@@ -1,6 +1,7 @@
 """The public surface: transformers' logits, loss and gradients from the folder it wrote, and copies that stay."""
 
 import json
+import types
 import warnings
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax.config import UserError
-from megatrain_jax.model import initialise, unpadded_batch
+from megatrain_jax.model import attention_kernel, initialise, unpadded_batch
 from megatrain_jax.models.blocks import model_tensors
+from megatrain_jax.models.spec import LatentSpec
+from megatrain_jax.stream.transfer import Mesh
 from tests.conftest import small_spec
 from tests.reference import make_model, random_batch, random_weights
 
@@ -160,6 +163,43 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path, options, message):
     with pytest.raises(UserError, match=message) as error:
         mt.load(tmp_path, init="random", **options)
     assert "\n" not in str(error.value)
+
+
+GPU_4090, GPU_A100, GPU_H200, GPU_B200 = "8.9", "8.0", "9.0", "10.0"
+
+
+def some_gpus(*capabilities):
+    return Mesh(tuple(types.SimpleNamespace(platform="cuda", compute_capability=text) for text in capabilities))
+
+
+@pytest.mark.parametrize(
+    "capabilities, head_dim, fused",
+    [
+        ([GPU_A100], 128, True),
+        ([GPU_A100], 136, False),
+        ([GPU_4090], 256, False),
+        ([GPU_H200], 192, True),
+        ([GPU_H200], 256, True),
+        ([GPU_H200], 264, False),
+        ([GPU_H200], 100, False),
+        ([GPU_B200], 256, True),
+        ([GPU_H200, GPU_A100], 256, False),
+    ],
+)
+def test_cudnn_takes_the_heads_that_the_gpu_allows(capabilities, head_dim, fused):
+    spec, mesh = small_spec(head_dim=head_dim), some_gpus(*capabilities)
+    assert attention_kernel("auto", spec, mesh, "bfloat16") == ("cudnn" if fused else "xla")
+    assert attention_kernel("auto", spec, mesh, "float32") == attention_kernel("xla", spec, mesh, "bfloat16") == "xla"
+    if not fused:
+        with pytest.raises(UserError, match=rf"cudnn takes head sizes up to \d+ .* model's is {head_dim}; use auto or"):
+            attention_kernel("cudnn", spec, mesh, "bfloat16")
+
+
+@pytest.mark.parametrize("value_dim, fused", [(64, True), (256, True), (264, False), (196, False)])
+def test_padded_values_of_latent_attention_count_as_heads(value_dim, fused):
+    latent = LatentSpec(query_rank=None, key_rank=16, nope_dim=128, rope_dim=64, value_dim=value_dim)
+    spec = small_spec(head_dim=192, num_kv_heads=4, latent=latent)
+    assert attention_kernel("auto", spec, some_gpus(GPU_H200), "bfloat16") == ("cudnn" if fused else "xla")
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,12 @@ class Mesh:
         return self.devices[0].platform
 
     @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Generation of the oldest GPU, such as (9, 0) for Hopper; None where the devices are no NVIDIA GPUs."""
+        found = [getattr(device, "compute_capability", None) for device in self.devices]
+        return None if None in found else min(tuple(int(n) for n in text.split(".")) for text in found)
+
+    @property
     def has_own_memory(self) -> bool:
         """Whether bytes must cross a link to reach the devices."""
         return self.platform != "cpu"

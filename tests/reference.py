@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 
@@ -190,6 +191,14 @@ class PlainOptax:
             updates, self._state = self._update(grads, self._state, self.weights)
             self.weights = jax.tree.map(np.asarray, optax.apply_updates(self.weights, updates))
         return loss, norm
+
+
+def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
+    """What a finite float32 is rounded to, by arithmetic in float64: the nearest, and of two equally near the one away from 0."""
+    size = np.abs(values.astype(np.float64))
+    unit = 2.0 ** np.maximum(np.frexp(size)[1] - 8, -133)  # distance of bfloat16 numbers; below 2**-126 it is the same
+    with np.errstate(over="ignore"):
+        return np.copysign(np.floor(size / unit + 0.5) * unit, values).astype(ml_dtypes.bfloat16)
 
 
 def state_arrays(tensor) -> dict[str, np.ndarray]:

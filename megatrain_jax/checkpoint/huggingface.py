@@ -28,6 +28,7 @@ from megatrain_jax.checkpoint import sums
 from megatrain_jax.checkpoint.finite import all_finite
 from megatrain_jax.checkpoint.mxfp4 import BLOCK, dequantise
 from megatrain_jax.config import UserError
+from megatrain_jax.host import rounding
 from megatrain_jax.models.names import Part, Spelling
 from megatrain_jax.models.spec import is_buffer
 
@@ -174,7 +175,7 @@ def save_folder(
     Args:
       out_dir: created, or replaced if it holds nothing but a saved model.
       tensors: Hugging Face tensor name -> shape, without the head where it is tied.
-      read: the array of a name, of any floating dtype; cast to `dtype` piece by piece.
+      read: the array of a name, of any floating dtype; cast to `dtype` piece by piece, as `host.rounding` does.
       max_shard_size: bytes, or such as ``"5GB"`` (10^9) or ``"5GiB"`` (2^30).
 
     Raises:
@@ -466,7 +467,10 @@ def _write_shard(
             raise ValueError(f"tensor '{name}' was read with shape {array.shape}, announced as {tuple(shape)}")
         flat, target = array.reshape(-1), _format(name, dtype)[1]
         for start in range(0, flat.size, _CHUNK):
-            put(flat[start : start + _CHUNK].astype(target, copy=False).tobytes())
+            part = flat[start : start + _CHUNK]
+            rounded = np.empty(part.size, target)
+            rounding.assign(rounded, part)
+            put(rounded.tobytes())
     return written.hexdigest()
 
 

@@ -81,7 +81,7 @@ def _join(hi, lo):
 @njit(inline="always", **_OPTIONS)
 def _put(hi, lo, i, p):
     bits = np.float32(p).view(np.uint32)
-    upper = np.uint32(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16))
+    upper = np.uint32(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16)) if p == p else np.uint32(0x7FC0)
     hi[i] = np.uint16(upper)
     lo[i] = np.int16(np.uint32(bits - np.uint32(upper << np.uint32(16))))
 

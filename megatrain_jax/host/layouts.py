@@ -3,8 +3,9 @@
 * `PlainRow`: a float32 master in chunks that the CPU backend owns, so that optax updates them in place because they are
   donated, and a wire copy. A float32 wire that needs no locked pages is the master itself.
 * `SplitRow`: the float32 master as two halves, of which the upper one *is* the wire (bfloat16); the fused kernels
-  update it. With ``u`` the bits of the float32, ``hi = (u + 0x8000) >> 16`` and ``lo = u - (hi << 16)`` as a signed
-  16-bit number: exact, and 12 bytes per parameter with two moments.
+  update it. With ``u`` the bits of the float32, ``hi = (u + 0x8000) >> 16`` (see `rounding.py`) and
+  ``lo = u - (hi << 16)`` as a signed 16-bit number: exact but for the payload of a NaN, and 12 bytes per parameter with
+  two moments.
 * `FrozenRow`: the wire alone, and a float32 master only where the wire does not hold the exact value.
 """
 
@@ -21,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from megatrain_jax.host import rounding
+
 CHUNK = 1 << 20  # elements; XLA emits one loop per output, so the operands of a chunk must fit in cache
 GROUP = 4  # chunks updated by one call
 WORKERS = 8  # calls in flight
@@ -101,7 +102,7 @@ def _apply(params, state, scratch, grad, scale, *, step, wire_dtype):
     ends = np.cumsum([p.size for p in params])
     grads = [grad[end - p.size : end].reshape(p.shape) for p, end in zip(params, ends, strict=True)]
     params, state = step(params, state, grads, scale)
-    return params, state, [p.reshape(-1).astype(wire_dtype) for p in params] if scratch else []
+    return params, state, [rounding.to_dtype(p.reshape(-1), wire_dtype) for p in params] if scratch else []
 
 
 @dataclasses.dataclass
@@ -137,7 +138,7 @@ class FrozenRow:
     def write(self, values: np.ndarray, start: int = 0) -> None:
         if start:
             raise ValueError("a frozen tensor is written whole")
-        self.wire[: values.size] = values
+        rounding.assign(self.wire[: values.size], values)
         exact = np.array_equal(self.wire[: values.size].astype(np.float32), values.astype(np.float32))
         self._exact = None if exact else np.zeros(self.wire.size, np.float32)
         if not exact:
@@ -186,7 +187,7 @@ class PlainRow:
     def write(self, values: np.ndarray, start: int = 0) -> None:
         stop = start + values.size
         if self._separate_wire:
-            self.wire[start:stop] = values
+            rounding.assign(self.wire[start:stop], values)
         for where, chunk in self._pieces(start, stop):
             chunk[...] = values[where]
 
@@ -257,10 +258,9 @@ class SplitRow:
         for low in range(0, values.size, CHUNK):
             part = values[low : low + CHUNK]
             here = slice(start + low, start + low + part.size)
-            bits = part.astype(np.float32).view(np.uint32)
-            hi = (bits + np.uint32(0x8000)) >> np.uint32(16)
-            self._hi[here] = hi
-            self._lo[here] = (bits - (hi << np.uint32(16))).view(np.int32)
+            part = part.astype(np.float32)
+            rounding.assign(self.wire[here], part)
+            self._lo[here] = (part.view(np.uint32) - (self._hi[here].astype(np.uint32) << np.uint32(16))).view(np.int32)
 
     def read(self, out: np.ndarray, start: int = 0) -> None:
         for low in range(0, out.size, CHUNK):

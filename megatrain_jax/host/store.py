@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megatrain_jax.host.holds import Holds
-from megatrain_jax.host.layouts import ALIGN, BFLOAT16, FrozenRow, PlainRow, Row, Rule, SplitRow
+from megatrain_jax.host.layouts import ALIGN, FrozenRow, PlainRow, Row, Rule, SplitRow
 from megatrain_jax.host.pages import Pages
+from megatrain_jax.host.rounding import BFLOAT16
 from megatrain_jax.models.spec import ModelSpec, is_buffer
 
 # "chunks": optax in cache-sized chunks. "whole": optax, each tensor in one piece. "split": fused kernels.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megatrain_jax.host import rounding
 from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.store import Rows, StateArray
 from megatrain_jax.models.spec import is_buffer
@@ -44,7 +45,7 @@ def update_block(
         tensor._params, tensor._state = param, state
 
 
-_cast = jax.jit(lambda x, dtype: x.astype(dtype), static_argnames="dtype")
+_cast = jax.jit(rounding.to_dtype, static_argnames="dtype")
 _copy = jax.jit(lambda x: x + 0)
 _slice = jax.jit(
     lambda x, start, length: jax.lax.dynamic_slice(x.reshape(-1), (start,), (length,)), static_argnames="length"

@@ -1,0 +1,39 @@
+"""How a float32 weight becomes a bfloat16 one, everywhere: to the nearest, and a tie away from zero.
+
+The layouts must agree, and the split one (see `layouts.py`) leaves no choice: its signed 16-bit lower half holds -0x8000
+but not 0x8000, so a weight halfway between two bfloat16 belongs to the one of greater magnitude. `astype`, which takes the
+even one, differs in one weight of 131,072: enough that a run would depend on who keeps its weights, and a saved model
+would not be the one that was evaluated. Gradients are rounded by `astype`, in one place for all layouts.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_PIECE = 1 << 16  # elements, which stay in a processor's cache
+
+Array = TypeVar("Array", np.ndarray, jax.Array)
+
+
+def to_dtype(x: Array, dtype: np.dtype) -> Array:
+    """`x`, of any float dtype, in `dtype`. A NaN stays one, and what rounds past the largest bfloat16 is infinite."""
+    if dtype != BFLOAT16 or x.dtype == BFLOAT16:
+        return x.astype(dtype)
+    where = jnp.where if isinstance(x, jax.Array) else np.where
+    x = x.astype(np.float32)
+    upper = (x.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
+    # Half a unit more could carry a NaN into infinity or zero.
+    return where(x == x, upper.astype(np.uint16), np.uint16(0x7FC0)).view(BFLOAT16)
+
+
+def assign(out: np.ndarray, values: np.ndarray) -> None:
+    """``out[...] = values``, both flat, in the dtype of `out` and with no copy of either."""
+    for start in range(0, values.size, _PIECE):
+        here = slice(start, start + _PIECE)
+        out[here] = to_dtype(values[here], out.dtype)

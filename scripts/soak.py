@@ -1,7 +1,7 @@
 """What only shows in long runs: a run that is killed again and again, and memory over a thousand steps.
 
-python scripts/soak.py kills --config FILE [--kills 50] [section.key=value ...]
-python scripts/soak.py memory --config FILE [--steps 1000] [section.key=value ...]
+python scripts/soak.py kills [--config FILE] [--kills 50] [section.key=value ...]
+python scripts/soak.py memory [--config FILE] [--steps 1000] [section.key=value ...]
 
 `kills` trains once without a break, and once with SIGKILLs at random moments, a third of them while a checkpoint is being
 written. Weights, optimizer state and records of both must be equal to the last bit. The run must be long enough for that
@@ -9,6 +9,9 @@ many kills, and save often.
 
 `memory` compares the host memory of the second half of the steps with that of the first, and the peak of device memory:
 1 % more fails.
+
+Without a configuration it is a model of two layers with random weights, on the CPU, that saves every 3 of its 800 steps and
+evaluates every 50.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 TIMES = {"tokens_per_second", "seconds", "host_peak_bytes", "device_peak_bytes", "eval_seconds"}
 START = 60.0  # seconds; the longest that a kill waits for its moment
 LOOK = 0.002  # seconds between two looks at what the run has written
@@ -36,22 +39,33 @@ class SoakError(Exception):
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["kills", "memory"])
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of the run")
     parser.add_argument("--kills", type=int, default=50, help="SIGKILLs (default: 50)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of which memory is watched (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, help="of the random moments")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as work:
+        config = options.config or _make_project(Path(work))
         try:
             if options.what == "kills":
-                kills(Path(work), options.config, options.overrides, options.kills, random.Random(options.seed))
+                kills(Path(work), config, options.overrides, options.kills, random.Random(options.seed))
             else:
-                memory(Path(work), options.config, options.overrides, options.steps)
+                memory(Path(work), config, options.overrides, options.steps)
         except SoakError as error:
             print(f"failed     {error}", flush=True)
             return 1
     return 0
+
+
+def _make_project(folder: Path) -> str:
+    """Makes a small model and data for it; the file with the configuration."""
+    sys.path.insert(0, str(ROOT))
+    from tests.end_to_end.conftest import Project, write_model
+
+    evaluation = {"eval_strategy": "steps", "eval_steps": 50}
+    project = Project(folder, write_model(folder / "base"))
+    return str(project.write(training={"num_steps": 800}, checkpoint={"save_steps": 3}, eval=evaluation))
 
 
 # ---------------------------------------------------------------------- kills

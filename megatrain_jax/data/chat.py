@@ -175,6 +175,15 @@ def _turn_start(tokenizer: Tokenizer, record: Conversation, turn: int, until: st
     return common
 
 
+def writes_reasoning(tokenizer: Tokenizer, record: Conversation) -> bool:
+    """Whether the template of `record` writes the reasoning that led to an answer; tried out, since names say little."""
+    turns = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!", "reasoning_content": _PROBE}
+    try:
+        return _PROBE in tokenizer.render(turns, tools=record.tools).text
+    except UserError:  # of a template that takes no such conversation nothing is claimed
+        return True
+
+
 def _turn_end(tokenizer: Tokenizer, until: str) -> int:
     """End of the last turn of `until`: blanks that the template puts after the end-of-turn token are not of the turn."""
     stripped = until.rstrip()

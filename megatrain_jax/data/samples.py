@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import templates
-from megatrain_jax.data.chat import Sample, supervise
+from megatrain_jax.data.chat import Sample, supervise, writes_reasoning
 from megatrain_jax.data.records import BadRecord, Conversation, Record, Text, Tokens, Unreadable
 from megatrain_jax.data.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def make_samples(record: Record | Unreadable, tokenizer: Tokenizer, config: Any,
     if len(samples) > 1:
         made.changed[SPLIT] += 1
     if isinstance(record, Conversation) and any(map(templates.has_reasoning, record.messages)):
-        if not templates.writes_reasoning(tokenizer.template_for(record.tools)):
+        if not writes_reasoning(tokenizer, record):
             made.changed[UNWRITTEN] += 1
     is_text = isinstance(record, Text) or (isinstance(record, Tokens) and all(record.supervised))
     overlong = ("split" if is_text else "truncate") if config.overlong == "auto" else config.overlong

@@ -115,11 +115,6 @@ def render(
     return Rendering("".join(pieces), generated)
 
 
-def writes_reasoning(template: str) -> bool:
-    """Whether the template has a place for the reasoning of a turn."""
-    return any(name in template for name in _REASONING)
-
-
 def has_generation_tags(template: str) -> bool:
     """Whether the template itself says what the assistant writes."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", template) is not None

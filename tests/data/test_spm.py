@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from megatrain_jax.config import UserError
 from megatrain_jax.data import chat
 from megatrain_jax.data.records import Conversation
 from megatrain_jax.data.tokenizer import load_tokenizer, with_chat_template
-from tests.data.real import CONVERSATIONS, fetched
+from tests.data.real import CONVERSATIONS, fetched, published_template, sentencepiece_folder, tools_of
 
 sentencepiece = pytest.importorskip("sentencepiece")
 pytest.importorskip("google.protobuf")
@@ -28,13 +26,6 @@ TEXTS = (
     + ["Hello world", "  two  spaces ", "", "\n\nx", " ", "a" * 40, "\ufb01ne \u2460"]
     + ["".join(RANDOM.choice(LETTERS) for _ in range(RANDOM.randrange(50))) for _ in range(200)]
 )
-
-
-def write_folder(folder, model, **config):
-    shutil.copy(model, folder / "tokenizer.model")
-    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**special, **config}))
-    return folder
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram", "bpe plain"])
@@ -63,7 +54,7 @@ def model(request, tmp_path_factory):
 
 
 def test_ids_equal_those_of_sentencepiece(model, tmp_path):
-    ours = load_tokenizer(write_folder(tmp_path, model, legacy=True))
+    ours = load_tokenizer(sentencepiece_folder(tmp_path, model, legacy=True))
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(model))
     assert ours.vocab_size == theirs.get_piece_size()
     for text in TEXTS:
@@ -82,13 +73,13 @@ def test_chats_of_mistral_equal_transformers(version, template, legacy, tmp_path
     pytest.importorskip("gguf")
     transformers = pytest.importorskip("transformers")
     cache = fetched("fetch_tokenizers", "fetch")
-    folder = write_folder(tmp_path, cache / "mistral" / f"{version}.model", legacy=legacy)
-    text = (cache / "templates" / f"gguf-{template}.jinja").read_text(encoding="utf-8")
+    folder = sentencepiece_folder(tmp_path, cache / "mistral" / f"{version}.model", legacy=legacy)
+    text = published_template(f"gguf-{template}")
     # Its class for Llama orders merges by id, which is not what SentencePiece does; the general one by score.
     theirs = transformers.TokenizersBackend.from_pretrained(folder)
     ours = with_chat_template(load_tokenizer(folder), text)
     for name, messages in CONVERSATIONS.items():
-        if name == "tools":
+        if tools_of(name):  # test_real_templates.py has the templates that know of tools
             continue
         [sample] = chat.supervise(ours, Conversation("x:1", tuple(messages), 0))
         expected = theirs.apply_chat_template(messages, chat_template=text, tokenize=True, return_dict=True)

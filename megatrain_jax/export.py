@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatrain_jax.config import UserError
+from megatrain_jax.models.spec import ModelSpec
 from megatrain_jax.signals import ended_by_interrupt
 
 
@@ -50,6 +51,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_si
     """
     from megatrain_jax import model
     from megatrain_jax.checkpoint import manifest, state
+    from megatrain_jax.models.config_keys import fp8_block
     from megatrain_jax.models.families import read_config, spec_from_config
 
     content = manifest.read(checkpoint)
@@ -57,7 +59,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_si
     source = checkpoint / state.MODEL_FOLDER
     config = read_config(source, {})
     spec = spec_from_config(config)
-    frozen = _frozen_reader(content["run"], spec)
+    frozen = _frozen_reader(content["run"], spec, fp8_block(config))
 
     def read(name: str) -> np.ndarray:
         return state.read_master(checkpoint, content, name) if name in content["tensors"] else frozen(name)
@@ -65,7 +67,9 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_si
     model.write(out, spec, read, config, source, dtype=dtype, max_shard_size=max_shard_size)
 
 
-def _frozen_reader(run: Mapping[str, Any], spec) -> Callable[[str], np.ndarray]:
+def _frozen_reader(
+    run: Mapping[str, Any], spec: ModelSpec, fp8_block: tuple[int, int] | None
+) -> Callable[[str], np.ndarray]:
     """The float32 value of a frozen tensor by name, as the run had it."""
     from megatrain_jax.checkpoint import huggingface
     from megatrain_jax.models.blocks import model_tensors
@@ -85,7 +89,8 @@ def _frozen_reader(run: Mapping[str, Any], spec) -> Callable[[str], np.ndarray]:
             keep = lambda _, array: found.append(array.astype(np.float32))  # noqa: E731
             # The hash of the tensor is below; those of the files would be computed for each tensor again.
             spelled = spellings(spec, shape)
-            huggingface.load_weights(origin["name"], shape, keep, tied=False, spellings=spelled, verify=False)
+            how = dict(spellings=spelled, fp8_block=fp8_block, verify=False)
+            huggingface.load_weights(origin["name"], shape, keep, tied=False, **how)
         value = np.ascontiguousarray(found[0], np.float32)
         if f"{zlib.crc32(value.reshape(-1)):08x}" != run["identity"]["frozen"][name]:
             raise UserError(

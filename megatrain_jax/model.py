@@ -18,6 +18,7 @@ from megatrain_jax.host.optimizer import choose_layout
 from megatrain_jax.host.store import HostStore, HostTensor, Layout
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
+from megatrain_jax.models.config_keys import fp8_block
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.initial import initial_value, random_source
 from megatrain_jax.models.names import spellings, written_pieces
@@ -188,6 +189,7 @@ def load(
         lambda name, array: make_store().tensors[name].assign(array),
         tied=spec.tie_word_embeddings,
         spellings=spellings(spec, names),
+        fp8_block=fp8_block(config),
     )
     return Model(spec, make_store(), run, config, Path(path), report.notes)
 

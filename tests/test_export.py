@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -85,6 +86,22 @@ def test_frozen_tensors_of_random_weights_are_drawn_again(project):
     out = trained(project, model={"init": "random", "freeze": ["layers.1"]}, checkpoint={"save_dtype": "float32"})
     export.export(out / "checkpoint-2", project.folder / "exported", dtype="float32")
     assert files(project.folder / "exported") == files(out / "model")
+
+
+def test_frozen_tensors_of_quantised_files_are_dequantised_as_the_run_had_them(project):
+    file, name = project.folder / "base" / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    weights = load_file(file)
+    weights[f"{name}_scale_inv"] = np.full((1, 1), 0.37, np.float32)
+    save_file(weights | {name: weights[name].astype(ml_dtypes.float8_e4m3fn)}, file)
+    config = json.loads((project.folder / "base" / "config.json").read_text())
+    (project.folder / "base" / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
+    out = trained(project, model={"freeze": ["layers.1"]}, checkpoint={"save_dtype": "float32"})
+    export.export(out / "checkpoint-2", project.folder / "exported", dtype="float32")
+    assert files(project.folder / "exported") == files(out / "model")
+    assert name in load_file(out / "model" / "model.safetensors")
+    assert "quantization_config" not in json.loads((out / "model" / "config.json").read_text())
 
 
 def test_a_damaged_checkpoint_is_not_exported(project):

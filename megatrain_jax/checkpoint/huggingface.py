@@ -18,21 +18,27 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from megatrain_jax.checkpoint import sums
-from megatrain_jax.checkpoint.finite import all_finite
-from megatrain_jax.checkpoint.mxfp4 import BLOCK, dequantise
+from megatrain_jax.checkpoint.stored import (
+    EMBEDDING,
+    HEAD,
+    INDEX_FILE,
+    assemble,
+    differ,
+    match,
+    open_file,
+    read_headers,
+)
 from megatrain_jax.config import UserError
 from megatrain_jax.host import rounding
-from megatrain_jax.models.names import Part, Spelling
+from megatrain_jax.models.names import Spelling
 from megatrain_jax.models.spec import is_buffer
 
-INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -46,10 +52,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# What takes the place of "model." in a base model, and in models of which the language model is a part.
-_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
-_READABLE = ("BF16", "F16", "F32")
 _WRITABLE = {"bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16)), "float32": ("F32", np.dtype(np.float32))}
 _WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _UNITS = {"": 1} | {p + s: base**n for n, p in enumerate("KMGT", 1) for s, base in (("B", 1000), ("IB", 1024))}
@@ -83,25 +85,8 @@ class LoadReport:
         notes = [f"not used: {name}" + (f" ({count})" if count > 1 else "") for name, count in groups.items()]
         notes += [f"not verified: {name}, which {sums.NAME} does not name" for name in self.unverified]
         if self.head_differs:
-            notes.append(f"not used: {_HEAD}, which differs from the embedding although config.json ties the two")
+            notes.append(f"not used: {HEAD}, which differs from the embedding although config.json ties the two")
         return tuple(notes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies and what its header says of it."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class _Piece(NamedTuple):
-    """A part of a tensor of the model, and where it lies: in one place, or in two if it is quantised."""
-
-    part: Part
-    places: tuple[_Stored, ...]
 
 
 def load_weights(
@@ -111,6 +96,7 @@ def load_weights(
     *,
     tied: bool,
     spellings: Mapping[str, Sequence[Spelling]] = {},
+    fp8_block: tuple[int, int] | None = None,
     verify: bool = True,
 ) -> LoadReport:
     """Hands every tensor of `shapes` to `write(name, array)`, once each, in the order of the files.
@@ -122,27 +108,28 @@ def load_weights(
       write: receives an array of the dtype on file (bfloat16, float16 or float32). It must copy what it keeps.
       tied: the head is the embedding: `shapes` has no ``lm_head.weight`` and one in the files is ignored.
       spellings: how tensors may lie in the files, where that is not one tensor of the same name; see `models.names`.
+      fp8_block: rows and columns that share a scale, of weights stored in FP8; None refuses such weights.
       verify: hash the files that the folder's SHA256SUMS names, if it has one, while they are read.
 
     Raises:
       UserError: a file is missing, broken or cut short, a tensor is missing or has the wrong shape or dtype. Nothing was
         written then. Or, seen while reading, a value is not finite or a file does not have its hash.
     """
-    stored = _read_headers(Path(folder))
-    found = _match(Path(folder), shapes, stored, spellings)
+    stored = read_headers(Path(folder))
+    found = match(Path(folder), shapes, stored, spellings, fp8_block)
     places = [place for pieces in found.values() for piece in pieces for place in piece.places]
     used = {place.key for place in places}
-    ignored = {_HEAD} if tied else set()
+    ignored = {HEAD} if tied else set()
     unused = sorted(key for key in stored if key not in used | ignored and not key.endswith("rotary_emb.inv_freq"))
-    head_differs = tied and _HEAD in stored and _differ(found[_EMBEDDING][0].places[0], stored[_HEAD])
+    head_differs = tied and HEAD in stored and differ(found[EMBEDDING][0].places[0], stored[HEAD])
     files = list(dict.fromkeys(place.file for place in places))
     expected = sums.read_sums(Path(folder)) if verify else {}
     with ExitStack() as stack:
-        tensors = {file: stack.enter_context(_open(file)) for file in files}
+        tensors = {file: stack.enter_context(open_file(file)) for file in files}
         for file in files:
             with sums.verified(file, expected.get(file.name)):
                 for name in [name for name in found if found[name][0].places[0].file == file]:
-                    write(name, _assemble(found[name], shapes[name], tensors))
+                    write(name, assemble(found[name], shapes[name], tensors))
     return LoadReport(
         files=tuple(files),
         parameters=sum(math.prod(shape) for shape in shapes.values()),
@@ -255,164 +242,6 @@ def parse_size(size: str | int) -> int:
     if unit not in _UNITS or (value := int(float(match[1]) * _UNITS[unit])) < 1:
         raise UserError(f"checkpoint.max_shard_size: {size!r} is not a size; write such as 5GB or 5GiB")
     return value
-
-
-def _read_headers(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the folder's weight files, by its name on file."""
-    stored: dict[str, _Stored] = {}
-    for file in _weight_files(folder):
-        with _open(file) as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (a handle, not a mapping)
-                if key in stored:
-                    raise UserError(f"{file}: tensor '{key}' is also in '{stored[key].file.name}'; remove one of them")
-                header = tensors.get_slice(key)
-                stored[key] = _Stored(file, key, tuple(header.get_shape()), str(header.get_dtype()))
-    return stored
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise UserError(f"model.name: no such folder '{folder}'; give a local Hugging Face folder")
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    index = folder / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            files = [folder / name for name in names]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"{index}: not an index of safetensors files; get the file again") from None
-        for file in files:
-            if not file.is_file():
-                raise UserError(f"{index}: names '{file.name}', which is not there; get that file")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files and any(folder.glob("*.bin")):
-        raise UserError(
-            f"'{folder}' holds only PyTorch pickles (.bin), which are not read because they can run code; "
-            "save the model again with transformers' save_pretrained"
-        )
-    if not files:
-        raise UserError(f"model.name: no *.safetensors in '{folder}'; is the download complete?")
-    return files
-
-
-def _open(file: Path) -> safe_open:
-    """Opens a file; its header is checked against its size."""
-    try:
-        return safe_open(file, framework="np")
-    except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file}: broken or cut short ({reason}); get the file again") from None
-
-
-def _match(
-    folder: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, _Stored],
-    spellings: Mapping[str, Sequence[Spelling]],
-) -> dict[str, list[_Piece]]:
-    """name -> where every tensor of `shapes` lies, checked; in the order of `shapes`."""
-    rename = _renaming(shapes, stored)
-    found, missing = {}, []
-    for name in shapes:
-        ways = [
-            [(part, _keys(part, rename)) for part in spelling] for spelling in spellings.get(name, ((Part(name),),))
-        ]
-        absent = [[key for _, keys in way for key in keys if key not in stored] for way in ways]
-        # Of a tensor that is stored in pieces, some of which are there, the others are what is missing.
-        best = min(range(len(ways)), key=lambda i: len(absent[i]) / sum(len(keys) for _, keys in ways[i]))
-        missing += absent[best]
-        if not absent[best]:
-            found[name] = [_Piece(part, tuple(stored[key] for key in keys)) for part, keys in ways[best]]
-    if missing == [_HEAD]:
-        raise UserError(
-            f"'{folder}': no tensor '{_HEAD}', yet config.json says that the head is not tied to the embedding; "
-            "set tie_word_embeddings: true in model.config_overrides if it is"
-        )
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"'{folder}': no tensor '{missing[0]}'{more} in its files; is the download complete?")
-    for name, pieces in found.items():
-        for piece in pieces:
-            _check(piece, tuple(shapes[name]))
-    return found
-
-
-def _keys(part: Part, rename: Callable[[str], str]) -> tuple[str, ...]:
-    """Names in the files."""
-    key = rename(part.key)
-    return (f"{key}_blocks", f"{key}_scales") if part.mxfp4 else (key,)
-
-
-def _check(piece: _Piece, shape: tuple[int, ...]) -> None:
-    """Raises UserError if what is stored is not what a tensor of `shape` needs there."""
-    if piece.part.mxfp4:
-        experts, width, out = shape
-        scales = (experts, out, width // BLOCK)
-        expected = [((*scales, BLOCK // 2), ("U8",)), (scales, ("U8",))]
-    else:
-        expected = [(np.broadcast_to(np.empty(()), shape)[piece.part.where].shape, _READABLE)]
-    for place, (needed, dtypes) in zip(piece.places, expected, strict=True):
-        if place.shape != needed:
-            raise UserError(
-                f"{place.file}: tensor '{place.key}' has shape {list(place.shape)} where config.json "
-                f"asks for {list(needed)}; do the two belong together?"
-            )
-        if place.dtype not in dtypes:
-            raise UserError(
-                f"{place.file}: tensor '{place.key}' has dtype {place.dtype}; supported: {', '.join(dtypes)}"
-            )
-
-
-def _assemble(pieces: Sequence[_Piece], shape: tuple[int, ...], tensors: Mapping[Path, Any]) -> np.ndarray:
-    """A tensor of the model from its pieces in the files."""
-    read = lambda place: _finite(place, tensors[place.file].get_tensor(place.key))  # noqa: E731
-    if pieces[0].part.mxfp4:
-        blocks, scales = (tensors[place.file].get_slice(place.key) for place in pieces[0].places)
-        out = np.empty(shape, ml_dtypes.bfloat16)
-        for expert in range(shape[0]):
-            out[expert] = _finite(pieces[0].places[1], dequantise(blocks[expert], scales[expert]))
-        return out
-    if not pieces[0].part.where:
-        return read(pieces[0].places[0])
-    out: np.ndarray | None = None
-    for piece in pieces:
-        array = read(piece.places[0])
-        if out is None:
-            same = len({piece.places[0].dtype for piece in pieces}) == 1
-            out = np.empty(shape, array.dtype if same else np.float32)
-        out[piece.part.where] = array
-    return out
-
-
-def _finite(place: _Stored, array: np.ndarray) -> np.ndarray:
-    """`array`. Raises UserError, which names where it was stored, if a value is infinite or not a number."""
-    if not all_finite(array):
-        raise UserError(f"{place.file}: tensor '{place.key}' has values that are not finite; get the file again")
-    return array
-
-
-def _renaming(shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, _Stored]) -> Callable[[str], str]:
-    """name -> name on file: as it is, of a base model, or of the language model within a larger one."""
-    names = [name for name in shapes if name != _HEAD]
-    for prefix in _PREFIXES:
-        if any(prefix + name.removeprefix("model.") in stored for name in names):
-            head = next((key for key in (_HEAD, f"language_model.{_HEAD}") if key in stored), _HEAD)
-            return lambda name: head if name == _HEAD else prefix + name.removeprefix("model.")  # noqa: B023
-    return lambda name: name
-
-
-def _differ(embedding: _Stored, head: _Stored) -> bool:
-    """Whether the two tensors hold other values; compared in pieces of rows."""
-    if embedding.shape != head.shape or embedding.dtype != head.dtype:
-        return True
-    count, width = embedding.shape
-    rows = max(1, _CHUNK // width)
-    with _open(embedding.file) as one, _open(head.file) as other:
-        left, right = one.get_slice(embedding.key), other.get_slice(head.key)
-        pieces = [slice(at, min(at + rows, count)) for at in range(0, count, rows)]
-        return any(left[piece].tobytes() != right[piece].tobytes() for piece in pieces)
 
 
 def _format(name: str, dtype: str) -> tuple[str, np.dtype]:

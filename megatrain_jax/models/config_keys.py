@@ -81,6 +81,52 @@ def every_nth_full(config: Mapping[str, Any], every: int) -> list[str]:
     return ["sliding_attention" if layer % every else "full_attention" for layer in layers]
 
 
+# Of a quantization_config of FP8: what has no effect on the values in files, of which each says what dtype it has.
+_FP8_WITHOUT_EFFECT = {
+    "quant_method",
+    "weight_block_size",
+    "activation_scheme",
+    "dequantize",
+    "ignored_layers",
+    "modules_to_convert",
+    "modules_to_not_convert",
+    "scale_fmt",
+}
+
+
+def check_quantisation(config: Mapping[str, Any], method: str) -> None:
+    """Refuses a ``quantization_config`` of another method than `method`, "fp8" or "mxfp4"."""
+    stored = config.get("quantization_config")
+    if stored is None:
+        return
+    found = stored.get("quant_method") if isinstance(stored, Mapping) else stored
+    if found != method:
+        raise UserError(
+            f"config.json: quantization_config.quant_method is {found!r}; weights of a {config['model_type']} model must "
+            f"be {method} or not quantised"
+        )
+    if method != "fp8":
+        return
+    where = "quantization_config."
+    for key in stored:
+        if key not in _FP8_WITHOUT_EFFECT:
+            only(stored, key, *{"fmt": ("e4m3",), "expert_dtype": ("fp8",)}.get(key, ()), where=where)
+    block = stored.get("weight_block_size", (128, 128))
+    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise UserError(
+            f"config.json: {where}weight_block_size is {block!r}; it must be two whole numbers, such as [128, 128]"
+        )
+
+
+def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, of a checked config of a model stored in FP8; None of another."""
+    stored = config.get("quantization_config")
+    if stored is None or stored["quant_method"] != "fp8":
+        return None
+    rows, columns = stored.get("weight_block_size", (128, 128))
+    return rows, columns
+
+
 def read_rope(
     config: Mapping[str, Any],
     layer_type: str,

@@ -43,11 +43,13 @@ class Family(NamedTuple):
       class_name: of its classes in transformers, such as ``"Llama"`` of ``LlamaForCausalLM``.
       read: the spec of a config.
       reads: keys of `_NEUTRAL` that it computes with.
+      quantised: the one way of quantising in which its files may be.
     """
 
     class_name: str
     read: Callable[[Mapping[str, Any]], ModelSpec]
     reads: tuple[str, ...] = ()
+    quantised: str = "fp8"
 
 
 def decoder(

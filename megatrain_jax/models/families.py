@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain_jax.config import UserError
-from megatrain_jax.models.config_keys import only
+from megatrain_jax.models.config_keys import check_quantisation, only
 from megatrain_jax.models.decoder import DEFAULTS, Family
 from megatrain_jax.models.dense import DENSE
 from megatrain_jax.models.sparse import SPARSE, SPARSE_KEYS
@@ -46,7 +46,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "partial_rotary_factor": (1.0,),
     "per_layer_config": (),
-    "quantization_config": (),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
@@ -102,6 +101,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     for key, accepted in _NEUTRAL.items():
         if key not in family.reads:
             only(config, key, *accepted)
+    check_quantisation(config, family.quantised)
     return family.read(config)
 
 
@@ -127,7 +127,7 @@ def read_config(folder: str | Path, overrides: Mapping[str, Any] = {}) -> dict[s
         raise UserError(f"{path}: holds a {type(config).__name__} where a JSON object is needed; get the file again")
     if config.get("model_type") in _LANGUAGE_MODELS:
         config = _language_model(config)
-    known = {*config, *DEFAULTS, *_NEUTRAL, *_SPECIAL, *SPARSE_KEYS, "model_type"}
+    known = {*config, *DEFAULTS, *_NEUTRAL, *_SPECIAL, *SPARSE_KEYS, "model_type", "quantization_config"}
     for key in overrides:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -144,6 +144,7 @@ def _language_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise UserError(f"config.json: text_config of a {name} model is {part!r}; it must be an object")
     family = _FAMILIES[_LANGUAGE_MODELS[name]]
-    inherited = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
+    whole = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    inherited = {key: config[key] for key in whole if key in config}
     own = {"model_type": _LANGUAGE_MODELS[name], "architectures": [f"{family.class_name}ForCausalLM"]}
     return {**part, **inherited, **own}

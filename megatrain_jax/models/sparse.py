@@ -122,9 +122,6 @@ def _gpt_oss(config: Mapping[str, Any]) -> ModelSpec:
     config = {**DEFAULTS, **defaults, **_one_name(config, "num_experts", "num_local_experts")}
     only(config, "mlp_bias", False)
     only(config, "hidden_act", "silu")
-    stored = config.get("quantization_config")
-    if stored is not None and (not isinstance(stored, Mapping) or stored.get("quant_method") != "mxfp4"):
-        raise UserError("config.json: quantization_config of a gpt_oss model must have quant_method mxfp4 or be absent")
     if not config["rope_scaling"] and not config["rope_parameters"]:
         config["rope_parameters"] = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
         config["rope_parameters"] |= {"original_max_position_embeddings": 4096}
@@ -257,7 +254,7 @@ SPARSE: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3Moe", _qwen3_moe, ("num_experts", "num_local_experts")),
     "qwen3_next": Family("Qwen3Next", _qwen3_next, ("num_experts", "partial_rotary_factor")),
     "qwen3_5_moe_text": Family("Qwen3_5Moe", _qwen3_5_moe, ("num_experts", "partial_rotary_factor")),
-    "gpt_oss": Family("GptOss", _gpt_oss, ("num_experts", "num_local_experts", "quantization_config")),
+    "gpt_oss": Family("GptOss", _gpt_oss, ("num_experts", "num_local_experts"), quantised="mxfp4"),
     "deepseek_v2": Family("DeepseekV2", _deepseek_v2, ("num_experts",)),
     "deepseek_v3": Family("DeepseekV3", _deepseek_v3, ("num_local_experts",)),
     "glm4_moe": Family("Glm4Moe", _glm4_moe, ("num_local_experts", "partial_rotary_factor", "use_qk_norm")),

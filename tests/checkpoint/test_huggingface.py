@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatrain_jax.checkpoint import finite, huggingface
+from megatrain_jax.checkpoint import finite, huggingface, stored
 from megatrain_jax.checkpoint.huggingface import (
     TOKENIZER_FILES,
     check_save_folder,
@@ -103,7 +103,7 @@ def test_notes_name_many_unused_tensors_once():
 
 @pytest.mark.parametrize("head", [None, "equal", "other values", "other dtype"])
 def test_the_head_of_a_tied_model_is_ignored_and_a_different_one_reported(tmp_path, head, monkeypatch):
-    monkeypatch.setattr(huggingface, "_CHUNK", 8)  # several pieces of two rows
+    monkeypatch.setattr(stored, "_CHUNK", 8)  # several pieces of two rows
     tensors = some_tensors(head=False)
     written = dict(tensors)
     if head is not None:

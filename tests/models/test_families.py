@@ -106,6 +106,10 @@ def small(**changes) -> dict:
     return {**SMALL, "model_type": "llama", **changes}
 
 
+def fp8(**changes) -> dict:
+    return small(quantization_config={"quant_method": "fp8", **changes})
+
+
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
     """float64 [head_dim / 2], from the text of the Llama 3.1 release."""
     plain = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -215,7 +219,21 @@ def test_equal_layers_share_one_spec():
         (small(rope_parameters={"partial_rotary_factor": 0.5}), r"rope_parameters.partial_rotary_factor = 0.5"),
         (small(rope_theta=float("nan")), r"rope_theta is nan; it must be a number above 0"),
         (small(partial_rotary_factor=0.5), r"partial_rotary_factor = 0.5 is not supported here"),
-        (small(quantization_config={"bits": 4}), r"quantization_config = dict is not supported here"),
+        (
+            small(quantization_config={"bits": 4}),
+            r"quant_method is None; weights of a llama model must be fp8 or not qu",
+        ),
+        (small(quantization_config="gptq"), r"quant_method is 'gptq'"),
+        *(
+            (small(quantization_config={"quant_method": method}), f"quantization_config.quant_method is '{method}'")
+            for method in ("gptq", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "mxfp4", "torchao")
+        ),
+        (fp8(weight_block_size=None), r"quantization_config.weight_block_size is None; it must be two whole numbers"),
+        (fp8(weight_block_size=[128]), r"weight_block_size is \[128\]; it must be two whole numbers"),
+        (fp8(weight_block_size=[128, 0]), r"weight_block_size is \[128, 0\]; it must be two whole numbers"),
+        (fp8(fmt="e5m2"), r"quantization_config.fmt = e5m2 is not supported here"),
+        (fp8(expert_dtype="fp4"), r"quantization_config.expert_dtype = fp4 is not supported here"),
+        (fp8(kv_cache_scheme={"num_bits": 8}), r"quantization_config.kv_cache_scheme = dict is not supported here"),
         (small(is_causal=False), r"is_causal = False is not supported here; it must be absent, null or true"),
         (small(num_local_experts=8), r"num_local_experts = 8 is not supported"),
         (small(final_logit_softcapping=30.0), r"final_logit_softcapping = 30.0 is not supported"),

@@ -113,8 +113,6 @@ def test_quantised_experts_are_read_and_written_as_they_compute(tmp_path):
     plain = mt.load(tmp_path / "plain", dtype="float32", device="cpu")
     for name, tensor in plain.store.tensors.items():
         np.testing.assert_array_equal(tensor.read(), expected[name].astype(np.float32))
-    with pytest.raises(UserError, match="quantization_config of a gpt_oss model must have quant_method mxfp4"):
-        spec_from_config(config | {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_the_bias_of_the_choice_is_written_in_float32(tmp_path):

@@ -183,7 +183,8 @@ class Trainer:
                 )
             except Exception as error:
                 if saver.is_running:
-                    progress.message(f"failed     {error!r}; the checkpoint that is being written is finished first")
+                    first = "the checkpoint that is being written is finished first, and a signal ends it at once"
+                    progress.message(f"failed     {error!r}; {first}")
                 raise
             if self._profile:
                 record.close()  # what is still to be seen belongs to the last step

@@ -63,8 +63,12 @@ class Saver:
         """Ends the thread, after the save that is running, or at once if it is abandoned; that leaves nothing behind."""
         if abandon:
             self._abandoned.set()
-        with waiting("the end of the checkpoint that is being written"):
-            self._thread.shutdown()
+        try:
+            with waiting("the end of the checkpoint that is being written"):
+                self._thread.shutdown()
+        except BaseException:  # such as Ctrl-C: Python itself would wait for the thread otherwise
+            self._abandoned.set()
+            raise
 
     def __enter__(self) -> Saver:
         return self

@@ -1,7 +1,9 @@
 """Whatever breaks, the run ends soon, with the cause, and what was saved before goes on as if nothing had happened."""
 
+import dataclasses
 import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,11 +14,13 @@ import jax
 import pytest
 
 import megatrain_jax as mt
-from megatrain_jax import train
+from megatrain_jax import preparation, train, trainer
+from megatrain_jax.checkpoint import saver, state, tensors
 from megatrain_jax.data import dataset, workers
+from megatrain_jax.report import progress
 from megatrain_jax.stream import pipeline
 from tests.end_to_end.conftest import ROOT, Project, records, saved_weights, write_model
-from tests.end_to_end.faults import POINTS, Fault, Injected, fail
+from tests.end_to_end.faults import POINTS, Fault, Injected, fail, wait_sites
 
 slow = pytest.mark.exhaustive
 SECTIONS = {
@@ -71,6 +75,118 @@ def test_a_failure_anywhere_ends_the_run_with_its_cause(undisturbed, point):
     # One pool serves every run of a process; its threads begin when they are first needed.
     assert [t for t in threading.enumerate() if t not in before and "megatrain-update" not in t.name] == []
     assert not (folder / ".lock").exists() and not (folder / "model").exists()
+
+
+SITES = wait_sites()
+# All that a run can wait for: gradients that are summed in host memory, evaluation, a checkpoint.
+EVERYTHING = SECTIONS | {
+    "training": SECTIONS["training"] | {"gradient_accumulation_steps": 2},
+    "eval": {"eval_strategy": "steps", "eval_steps": 1},
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_failure_at_any_wait_ends_the_run_with_its_cause(undisturbed, monkeypatch, site):
+    monkeypatch.setattr(trainer, "plan", lambda *args: dataclasses.replace(preparation.plan(*args), group_size=1))
+    out = site.replace(":", "-")
+    before, checkpoint = threading.enumerate(), undisturbed.folder / out / "checkpoint-2" / "manifest.json"
+    there = lambda: sys._getframe(2).f_lineno == SITES[site] and checkpoint.exists()  # noqa: E731
+    with Fault(f"{site.partition(':')[0]}:waiting", there, fail) as fault:
+        with pytest.raises(Injected, match="broken on purpose"):
+            mt.Trainer(undisturbed.config(out, **EVERYTHING)).fit()
+        assert time.monotonic() - fault.fired < LIMIT
+    # Where the wait was for the end of a thread, that end is still to come.
+    deadline = time.monotonic() + LIMIT
+    while left := [t for t in threading.enumerate() if t not in before and "megatrain-update" not in t.name]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+    assert not (undisturbed.folder / out / ".lock").exists()
+
+
+def test_a_failure_while_a_checkpoint_is_written_is_told_before_it_is_waited_for(undisturbed, monkeypatch):
+    """Its blocks were whole before the fault, so it is a checkpoint like any other."""
+    folder, told, whole = undisturbed.folder / "told", threading.Event(), progress._Plain.message
+
+    def message(self, text):
+        if text.startswith(
+            "failed     Injected('broken on purpose'); the checkpoint that is being written is finished"
+        ):
+            assert (folder / "checkpoint-4.partial").exists()
+            told.set()
+        whole(self, text)
+
+    def send(self, send=tensors.Writer._send):
+        assert "checkpoint-4" not in str(self._array.path) or told.wait(LIMIT)
+        send(self)
+
+    monkeypatch.setattr(progress._Plain, "message", message)
+    monkeypatch.setattr(tensors.Writer, "_send", send)
+    with Fault("report.metrics:MetricsLog.write", lambda: (folder / "checkpoint-4.partial").exists(), fail):
+        with pytest.raises(Injected):
+            mt.Trainer(undisturbed.config("told", **SECTIONS)).fit()
+    assert told.is_set() and state.read_run(folder / "checkpoint-4")["position"]["step"] == 4
+    assert_goes_on(undisturbed, "told")
+
+
+def test_who_does_not_want_to_wait_for_a_checkpoint_after_a_failure_need_not(undisturbed, monkeypatch):
+    """From Python, where Ctrl-C is an exception; it leaves no thread, or Python itself would wait."""
+    folder, interrupted, before = undisturbed.folder / "interrupted", threading.Event(), threading.enumerate()
+    partial = folder / "checkpoint-4.partial"
+
+    def send(self, send=tensors.Writer._send):
+        if partial.exists():
+            while not interrupted.is_set():
+                time.sleep(0.01)
+        send(self)
+
+    def shutdown(self, shutdown=saver.concurrent.futures.ThreadPoolExecutor.shutdown, **options):
+        if partial.exists() and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        shutdown(self, **options)
+
+    monkeypatch.setattr(tensors.Writer, "_send", send)
+    monkeypatch.setattr(saver.concurrent.futures.ThreadPoolExecutor, "shutdown", shutdown)
+    with Fault("report.metrics:MetricsLog.write", partial.exists, fail), pytest.raises(KeyboardInterrupt):
+        mt.Trainer(undisturbed.config("interrupted", **SECTIONS)).fit()
+    deadline = time.monotonic() + LIMIT
+    while [t for t in threading.enumerate() if t not in before and "megatrain-checkpoint" in t.name]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [path.name for path in state.checkpoints(folder)] == [
+        "checkpoint-0",
+        "checkpoint-2",
+    ] and not partial.exists()
+    assert_goes_on(undisturbed, "interrupted")
+
+
+# A fault, and a disk that has stopped to answer in the middle of a checkpoint.
+HELD_UP = """
+import sys
+from pathlib import Path
+from tests.end_to_end.faults import Fault, fail, hang
+from megatrain_jax import train
+config, out = sys.argv[1:]
+partial = Path(out, "checkpoint-4.partial")
+with Fault("checkpoint.tensors:Writer._send", partial.exists, hang), Fault("report.metrics:MetricsLog.write", partial.exists, fail):
+    sys.exit(train.main(["--config", config, f"output_dir={out}"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=slow)])
+def test_a_signal_ends_the_wait_for_a_checkpoint_after_a_failure(undisturbed, number):
+    out = undisturbed.folder / f"held-{number.name}"
+    command = [sys.executable, "-c", HELD_UP, str(undisturbed.write("held.yaml", **SECTIONS)), str(out)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert any(line.startswith("failed     Injected('broken on purpose'); ") for line in process.stdout)
+        process.send_signal(number)
+        assert process.wait(LIMIT) == -number
+    finally:
+        process.kill()
+        process.stdout.close()
+    assert left_behind(process.pid) == []
+    assert_goes_on(undisturbed, out.name)
 
 
 def start(project, out, point, act, **training):

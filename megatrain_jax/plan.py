@@ -28,8 +28,8 @@ def _plan(config: Config) -> None:
     prepared = preparation.prepare(config)
     mesh = make_mesh(config.model.device)
     plan = preparation.plan(config, prepared, mesh)
-    steps = config.training.gradient_accumulation_steps
-    print("\n".join([*preparation.describe(config, prepared), *preparation.describe_plan(plan, steps, mesh)]))
+    lines = [*preparation.describe(config, prepared), *preparation.describe_plan(config, prepared, plan, mesh)]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -248,15 +248,31 @@ def describe_needs(config: Config, prepared: Preparation) -> str:
     return f"memory     host {each * prepared.trained / GIB:.2f} GiB for weights and optimizer ({each:.3g} B/parameter)"
 
 
-def describe_plan(p: Plan, micro_batches: int, mesh: Mesh) -> list[str]:
+def describe_plan(config: Config, prepared: Preparation, p: Plan, mesh: Mesh) -> list[str]:
+    """What the run takes, where everything waits, and which kernels compute: a slower one should not go unseen."""
     where = "in host memory" if p.offload_activations else "on the device"
-    groups = "" if p.group_size == micro_batches else f", micro-batches in groups of {p.group_size}"
+    whole = p.group_size == config.training.gradient_accumulation_steps
+    groups = "" if whole else f", micro-batches in groups of {p.group_size}"
     return [
         f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}), device about "
         f"{p.device / GIB:.2f} GiB of {mesh.size} x {mesh.devices[0].device_kind}",
         f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
         f"intermediates, {len(p.resident)} blocks stay on the device",
+        f"kernels    attention: {_attention_kernels(config, prepared.spec, mesh)}; {config.optimizer.type}: "
+        f"{_optimizer_kernels(config, p)}",
     ]
+
+
+def _attention_kernels(config: Config, spec: ModelSpec, mesh: Mesh) -> str:
+    found = models.attention_kernel(config.model.attn_implementation, spec, mesh, config.model.dtype)
+    in_tiles = [s.attention_softcap is not None or s.sinks for s in spec.layers]
+    kernels = [] if all(in_tiles) else [{"cudnn": "cuDNN", "xla": "XLA"}[found]]
+    return ", ".join([*kernels, *(["XLA in tiles (capped scores, sinks)"] if any(in_tiles) else [])])
+
+
+def _optimizer_kernels(config: Config, p: Plan) -> str:
+    on_host = "fused kernels" if choose_layout(config.optimizer, config.model.dtype) == "split" else "optax"
+    return f"{on_host} on the host, optax on the device" if p.resident else f"{on_host} on the host"
 
 
 def identity(config: Config, prepared: Preparation) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Trainer:
         ):
             for line in [
                 *describe(config, prepared),
-                *describe_plan(p, config.training.gradient_accumulation_steps, mesh),
+                *describe_plan(config, prepared, p, mesh),
                 *(f"weights    {note}" for note in model.notes),
                 *notes,
             ]:

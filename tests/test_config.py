@@ -302,6 +302,8 @@ ERRORS = [
     ("training.lr_scheduler_kwargs={min_lr_ratio: 2}", "training.lr_scheduler_kwargs: expected a mapping"),
     ("training.deterministic=1", "training.deterministic: expected true or false, got 1"),
     ("optimizer.beta2=1", "optimizer.beta2: expected a number >= 0 and < 1 or null, got 1"),
+    ("optimizer.param_groups=[{lr: 1}]", "optimizer.param_groups: unknown key"),
+    ("training.param_groups=[{lr: 1}]", "training.param_groups: unknown key"),
     ("optimizer.no_decay=[1]", "optimizer.no_decay: expected a list of texts, got [1]"),
     ("memory.device_budget=lots", "memory.device_budget: expected auto or a number > 0, got 'lots'"),
     ("dataset.text_field=no", "dataset.text_field: expected text, got False"),

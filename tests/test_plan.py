@@ -22,7 +22,7 @@ def test_a_plan_names_the_memory_and_writes_nothing(project):
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     starts = [line.split()[0] for line in done.stdout.splitlines()]
-    assert starts == ["model", "template", "data", "eval", "training", "memory", "stream"]
+    assert starts == ["model", "template", "data", "eval", "training", "memory", "stream", "kernels"]
     assert sorted(project.folder.rglob("*")) == before
 
 

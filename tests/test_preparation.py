@@ -1,13 +1,14 @@
 """What a run is and needs, as arithmetic on a configuration."""
 
 import collections
+import dataclasses
 import re
 
 import pytest
 
 from megatrain_jax import preparation
 from megatrain_jax.config import UserError
-from megatrain_jax.stream.transfer import make_mesh
+from megatrain_jax.stream.transfer import Mesh, make_mesh
 from tests.end_to_end.conftest import Project, write_data, write_model
 
 
@@ -49,6 +50,40 @@ def test_a_run_that_continues_spends_memory_as_before_if_that_fits(project, monk
     monkeypatch.setattr(preparation, "host_memory", lambda: int(first.host * 1.06))
     assert preparation.plan(config, prepared, mesh).keep_layers == 0
     assert preparation.resumed_plan(config, prepared, mesh, 1, 0).keep_layers == 0
+
+
+@pytest.mark.parametrize(
+    "platform, dtype, backend, resident, softcap, expected",
+    [
+        ("cpu", "float32", "auto", 0, None, "attention: XLA; adamw: optax on the host"),
+        ("cuda", "bfloat16", "optax", 0, None, "attention: cuDNN; adamw: optax on the host"),
+        ("cuda", "bfloat16", "fused", 0, None, "attention: cuDNN; adamw: fused kernels on the host"),
+        ("cuda", "float32", "auto", 2, None, "attention: XLA; adamw: optax on the host, optax on the device"),
+        (
+            "cuda",
+            "bfloat16",
+            "fused",
+            0,
+            50.0,
+            "attention: XLA in tiles (capped scores, sinks); adamw: fused kernels on",
+        ),
+    ],
+)
+def test_a_run_says_which_kernels_compute(project, monkeypatch, platform, dtype, backend, resident, softcap, expected):
+    if backend == "fused":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(Mesh, "platform", platform)
+    config = project.config(
+        model={"dtype": dtype}, optimizer={"backend": backend}, memory={"resident_blocks": resident}
+    )
+    prepared = preparation.prepare(config)
+    layers = tuple(dataclasses.replace(layer, attention_softcap=softcap) for layer in prepared.spec.layers)
+    prepared = dataclasses.replace(prepared, spec=dataclasses.replace(prepared.spec, layers=layers))
+    monkeypatch.setattr(Mesh, "has_own_memory", False)
+    mesh = make_mesh("cpu")
+    p = preparation.plan(config, prepared, mesh)
+    *_, line = preparation.describe_plan(config, prepared, p, mesh)
+    assert line.startswith(f"kernels    {expected}") and len(p.resident) == resident
 
 
 def on_a_disk_with(monkeypatch, free):

@@ -60,8 +60,8 @@ def make_kernel(
     def kernel(hi, lo, moments, grad, scale, count):
         grad = grad if grad.dtype == np.float32 else grad.view(np.uint16)
         rate, t = f(learning_rate(count)), count + 1
-        # Two cores are left to the thread that dispatches and to the ones that watch.
-        set_num_threads(max(1, min(config.NUMBA_NUM_THREADS, (os.cpu_count() or 1) - 2)))
+        # Of the cores that this process may use, two are left to the thread that dispatches and to the ones that watch.
+        set_num_threads(max(1, min(config.NUMBA_NUM_THREADS, len(os.sched_getaffinity(0)) - 2)))
         if name == "sgd":
             _sgd(hi, lo, *moments, grad, f(scale), rate, f(momentum), f(added_decay))
         elif name == "lion":

@@ -290,7 +290,7 @@ def test_a_run_prints_its_own_lines_and_leaves_what_it_promises(project):
     saved = [i for i, start in enumerate(starts) if start == "saved"]  # the first one while it trains
     assert len(saved) == 3
     others = [start for start in starts if start not in ("saved", "template")]
-    assert others == ["model", "data", "eval", "training", "memory", "stream", "step", "step", "eval"]
+    assert others == ["model", "data", "eval", "training", "memory", "stream", "kernels", "step", "step", "eval"]
     assert sorted(path.name for path in out.iterdir()) == [
         "checkpoint-0",
         "checkpoint-2",

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from megatrain_jax.config import UserError
+from megatrain_jax.stream.pipeline import Settings
 from megatrain_jax.stream.transfer import Mesh, make_mesh
+from tests.conftest import small_spec
+from tests.reference import make_model, random_batch, random_weights, training
 
 
 @pytest.mark.parametrize("words, known", [("RESOURCE_EXHAUSTED: Out of memory", True), ("INTERNAL: link down", False)])
@@ -21,3 +24,20 @@ def test_a_pool_of_the_host_that_is_exhausted_does_not_pass_for_the_device(monke
     expected = (UserError, "host memory: .*pinned") if known else (jax.errors.JaxRuntimeError, "link down")
     with pytest.raises(expected[0], match=expected[1]):
         mesh.to_host(x)
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(offload_activations=True), Settings(keep_layers=1)])
+def test_what_comes_back_lands_in_pinned_memory(monkeypatch, settings):
+    """Where a device has memory of its own: gradients and block inputs, never by way of ordinary pages."""
+    monkeypatch.setattr(Mesh, "has_own_memory", True)
+    back, landed, to_host = [], [], Mesh.to_host
+    monkeypatch.setattr(Mesh, "to_host", lambda self, x: back.append(to_host(self, x)) or back[-1])
+    spec = small_spec(2)
+    with training(make_model(spec, random_weights(spec)), settings) as (pipeline, _):
+        pipeline.gradients([random_batch(spec)], lambda block, grads: landed.append((block, grads)))
+    assert [block for block, _ in landed] == [3, 2, 1, 0]
+    assert {x.sharding.memory_kind for x in back} == {"pinned_host"}
+    inputs = 2 if settings.offload_activations else 0
+    tensors = sum(len(grads.arrays) for _, grads in landed)
+    assert len(back) == inputs + tensors + 4  # the squared norm comes with each block
+    assert all(any(x is array for x in back) for _, grads in landed for array in grads.arrays.values())

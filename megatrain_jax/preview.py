@@ -67,7 +67,10 @@ def _preview(config: Config) -> None:
     for number in sorted({i * (count - 1) // max(SHOWN - 1, 1) for i in range(SHOWN)}):
         sample = data.train[number]
         asked = int(sample.supervised.sum())
-        print(f"\n--- sample {number + 1:,} of {count:,}: {len(sample.token_ids):,} tokens, {asked:,} supervised")
+        told = f"\n--- sample {number + 1:,} of {count:,}: {len(sample.token_ids):,} tokens, {asked:,} supervised"
+        weights = sample.loss_weights()[sample.supervised]
+        low, high = weights.min(), weights.max()
+        print(told if low == high == 1 else f"{told}, weights {low:g} to {high:g}")
         print(marked(data.tokenizer.decode, sample.token_ids, sample.supervised, marks))
 
 

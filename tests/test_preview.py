@@ -61,6 +61,18 @@ def test_packing_fills_rows(project, capsys):
     assert fills[1] > fills[0]
 
 
+def test_weights_are_shown_where_they_are_not_1(project, capsys):
+    file, turn = project.folder / "weighted.jsonl", {"role": "assistant", "content": "yes"}
+    with open(file, "w", encoding="ascii") as out:
+        for weights in ([1, 1.0], [0.25, 2], [0, 0.5]):
+            turns = [[{"role": "user", "content": "a"}, {**turn, "weight": weight}] for weight in weights]
+            out.write(json.dumps({"messages": sum(turns, [])}) + "\n")
+    out = show(project, capsys, dataset={"path": str(file), "eval_path": None, "max_seq_len": 64})
+    told = re.findall(r"--- sample \d of 3: \d+ tokens, (\d+) supervised(.*)", out)
+    assert [more for _, more in told] == ["", ", weights 0.25 to 2", ", weights 0.5 to 0.5"]
+    assert int(told[0][0]) == int(told[1][0]) == 2 * int(told[2][0])
+
+
 def test_what_cannot_be_indexed_is_looked_at_in_part(project, capsys, monkeypatch):
     monkeypatch.setattr(preview, "STREAMED", 2)
     out = show(project, capsys, "dataset.streaming=true", "training.num_steps=1")

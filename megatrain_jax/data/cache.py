@@ -26,9 +26,11 @@ from megatrain_jax.config import UserError
 from megatrain_jax.data.chat import Sample
 
 # Of every token, and of every sample: its tokens, how many of them are supervised, whether a unit begins with it.
+# "weights" is empty where all that is supervised weighs 1; else it has a hole for each such sample, which reads as zeros.
 _COLUMNS = {
     "token_ids": np.dtype(np.int32),
     "supervised": np.dtype(bool),
+    "weights": np.dtype(np.float32),
     "lengths": np.dtype(np.int32),
     "asked": np.dtype(np.int32),
     "begins_unit": np.dtype(bool),
@@ -58,7 +60,8 @@ class Samples(Sequence[Sample]):
             return dataclasses.replace(self, chosen=self.chosen[index])
         number = self.chosen[index]
         here = slice(self.offsets[number], self.offsets[number + 1])
-        return Sample(self.columns["token_ids"][here], self.columns["supervised"][here])
+        weights = self.columns["weights"][here] if len(self.columns["weights"]) else None
+        return Sample(self.columns["token_ids"][here], self.columns["supervised"][here], weights)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -96,6 +99,7 @@ class Writer:
     def __init__(self, folder: Path):
         self._folder = folder
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in _COLUMNS}
+        self._tokens = 0
 
     def add(self, unit: Sequence[Sample]) -> None:
         """Appends samples that belong together."""
@@ -107,11 +111,19 @@ class Writer:
                 "begins_unit": i == 0,
             }
             with _writing(self._folder.parent):
-                for name, dtype in _COLUMNS.items():
-                    self._files[name].write(np.ascontiguousarray(row[name], dtype).data)
+                if sample.weights is None:
+                    del row["weights"]
+                else:
+                    self._files["weights"].seek(_COLUMNS["weights"].itemsize * self._tokens)
+                for name, value in row.items():
+                    self._files[name].write(np.ascontiguousarray(value, _COLUMNS[name]).data)
+            self._tokens += len(sample.token_ids)
 
     def finish(self, notes: dict[str, Any]) -> None:
         """Everything is on the disk when this returns."""
+        weights = self._files["weights"]
+        if weights.tell():
+            weights.truncate(_COLUMNS["weights"].itemsize * self._tokens)
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -187,19 +199,24 @@ def _open(folder: Path) -> Cache | None:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         if any((folder / f"{name}.bin").stat().st_size != meta["bytes"][name] for name in _COLUMNS):
             return None
-        columns = {
-            name: np.memmap(folder / f"{name}.bin", dtype, "r").view(np.ndarray) for name, dtype in _COLUMNS.items()
-        }
+        columns = {name: _column(folder / f"{name}.bin", dtype) for name, dtype in _COLUMNS.items()}
         notes = meta["notes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     offsets = np.zeros(len(columns["lengths"]) + 1, np.int64)
     np.cumsum(columns["lengths"], out=offsets[1:])
     count = len(columns["lengths"])
-    if offsets[-1] != len(columns["token_ids"]) or len(columns["begins_unit"]) != count:
+    tokens = len(columns["token_ids"])
+    if offsets[-1] != tokens or len(columns["begins_unit"]) != count or len(columns["weights"]) not in (0, tokens):
         return None
     units = np.append(np.flatnonzero(columns["begins_unit"]), count)
     return Cache(Samples(columns, offsets, np.arange(count)), units, notes)
+
+
+def _column(file: Path, dtype: np.dtype) -> np.ndarray:
+    if not file.stat().st_size:  # which cannot be mapped
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype, "r").view(np.ndarray)
 
 
 @contextlib.contextmanager

@@ -23,10 +23,21 @@ class Sample(NamedTuple):
     Attributes:
       token_ids: int32 ``[n]``.
       supervised: bool ``[n]``, which tokens the loss asks for. Never the first: nothing comes before it.
+      weights: float32 ``[n]``, what supervised tokens weigh in the loss, where 0 stands for 1 as well; 0 for the others.
+        None if all weigh 1.
     """
 
     token_ids: np.ndarray
     supervised: np.ndarray
+    weights: np.ndarray | None = None
+
+    def loss_weights(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """float32, what tokens `start` to `stop` weigh in the loss. No others are read."""
+        weights = self.supervised[start:stop].astype(np.float32)
+        if self.weights is None:
+            return weights
+        own = self.weights[start:stop]
+        return np.where(own == 0, weights, own)
 
 
 def supervise(
@@ -41,7 +52,7 @@ def supervise(
 
     Args:
       train_on: ``"assistant"`` all turns of the assistant, ``"last_assistant"`` the last, ``"completion"`` those that
-        answer the prompt, ``"all"`` every token. A turn that says itself whether it is trained has its way.
+        answer the prompt, ``"all"`` every token. They weigh 1; a turn that says itself what it weighs has its way.
       system_prompt: opens conversations that have no system message of their own; empty for none.
 
     Raises:
@@ -70,7 +81,7 @@ def supervise(
             record,
             messages=messages,
             completion_start=record.completion_start + 1,
-            trained={i + 1: flag for i, flag in record.trained.items()},
+            weights={i + 1: weight for i, weight in record.weights.items()},
         )
     if tokenizer.template_for(record.tools) is None:
         raise UserError(
@@ -86,30 +97,32 @@ def _supervise_conversation(tokenizer: Tokenizer, record: Conversation, train_on
     whole = tokenizer.render(record.messages, tools=record.tools).text
     _check_written(tokenizer, record, whole)
     if train_on == "all":
-        if not all(record.trained.values()):
-            raise UserError("a turn that is not to be trained contradicts dataset.train_on 'all'; choose 'assistant'")
-        return [_masked(tokenizer, whole, [(0, len(whole))])]
+        if any(weight != 1 for weight in record.weights.values()):
+            raise UserError("a turn whose weight is not 1 contradicts dataset.train_on 'all'; choose 'assistant'")
+        return [_masked(tokenizer, whole, [(0, len(whole), 1.0)])]
     samples: list[Sample] = []
     text, spans = whole, []
-    for turn in reversed(_supervised_turns(record, train_on)):
+    for turn, weight in reversed(_supervised_turns(record, train_on).items()):
         until, found = _turn(tokenizer, record, turn)
         if not text.startswith(until):
             if spans:
                 samples.append(_masked(tokenizer, text, spans))
             text, spans = until, []
-        spans += found
+        spans += [(start, end, weight) for start, end in found]
     samples.append(_masked(tokenizer, text, spans))
     return samples[::-1]
 
 
-def _supervised_turns(record: Conversation, train_on: str) -> list[int]:
+def _supervised_turns(record: Conversation, train_on: str) -> dict[int, float]:
+    """What supervised turns weigh, by their index."""
     turns = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
     asked = {
         "assistant": turns,
         "last_assistant": turns[-1:],
         "completion": [i for i in turns if i >= record.completion_start],
     }[train_on]
-    return [i for i in turns if record.trained.get(i, i in asked)]
+    weights = {i: record.weights.get(i, float(i in asked)) for i in turns}
+    return {i: weight for i, weight in weights.items() if weight}
 
 
 def _check_written(tokenizer: Tokenizer, record: Conversation, whole: str) -> None:
@@ -190,16 +203,18 @@ def _turn_end(tokenizer: Tokenizer, until: str) -> int:
     return len(stripped) if stripped.endswith(tokenizer.special_texts) else len(until)
 
 
-def _masked(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int]]) -> Sample:
-    """Tokens of `text`, supervised where they share a character with one of `spans`."""
+def _masked(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int, float]]) -> Sample:
+    """Tokens of `text`; those that share a character with one of `spans` weigh what is third in it."""
     encoding = tokenizer.backend.encode(text, add_special_tokens=False)
     starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    supervised = np.zeros(len(starts), bool)
-    for start, end in spans:
-        supervised |= (ends > start) & (starts < end)
-    return _sample(encoding.ids, supervised)
+    weights = np.zeros(len(starts), np.float32)
+    for start, end, weight in spans:
+        weights[(ends > start) & (starts < end)] = weight
+    return _sample(encoding.ids, weights)
 
 
-def _sample(token_ids: list[int], supervised: np.ndarray) -> Sample:
-    supervised[:1] = False
-    return Sample(np.array(token_ids, np.int32), supervised)
+def _sample(token_ids: list[int], weights: np.ndarray) -> Sample:
+    weights = np.array(weights, np.float32)
+    weights[:1] = 0
+    supervised = weights > 0
+    return Sample(np.array(token_ids, np.int32), supervised, None if np.array_equal(weights, supervised) else weights)

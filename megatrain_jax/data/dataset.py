@@ -121,7 +121,7 @@ def prepare(
 
 
 def fingerprint(config: Any, dataset: DataSet) -> str:
-    """SHA-256 of what is trained on: the samples in their order, what of them is supervised, and how they share rows.
+    """SHA-256 of what is trained on: the samples in their order, what their tokens weigh, and how they share rows.
 
     Of a stream it is that of the settings, and of the names and lengths of the files.
     """
@@ -133,7 +133,8 @@ def fingerprint(config: Any, dataset: DataSet) -> str:
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
         return digest.hexdigest()
     columns = [samples.columns["token_ids"], samples.columns["supervised"], samples.offsets, samples.chosen]
-    for array in (*columns, *dataclasses.astuple(dataset.train_rows)):
+    weights = [samples.columns["weights"]] if len(samples.columns["weights"]) else []
+    for array in (*columns, *dataclasses.astuple(dataset.train_rows), *weights):
         digest.update(f"{array.dtype}{array.shape}".encode())
         for start in range(0, len(array), _HASHED):
             digest.update(np.ascontiguousarray(array[start : start + _HASHED]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ _TAGGED = {
     "system_tag": "system",
 }
 _FLAGS = ("weight", "train")
+_SMALLEST, _LARGEST = 1e-30, 1e30
 # What `columns` calls the parts of a row, and what they are called by format.
 _PARTS = {
     "messages": {"messages": "messages"},
@@ -197,15 +199,15 @@ def _conversation(
 ) -> Conversation:
     if not turns:
         raise BadRecord(where, "empty conversation")
-    messages, trained = [], {}
+    messages, weights = [], {}
     if row.get("system"):
         messages.append({"role": "system", "content": check_text(row["system"], where, "'system'")})
     for i, turn in enumerate(turns):
-        message, flag = _message(turn, f"{where}: turn {i + 1}", tags)
+        message, weight = _message(turn, f"{where}: turn {i + 1}", tags)
         if i == 0 and message["role"] == "system":
             messages.clear()  # the conversation's own comes before the row's
-        if flag is not None:
-            trained[len(messages)] = flag
+        if weight is not None:
+            weights[len(messages)] = weight
         messages.append(message)
     added = len(messages) - len(turns)
     _check_order(messages, where, added)
@@ -214,7 +216,7 @@ def _conversation(
         completion_start = answers[-1] if answers else len(messages)
     else:
         completion_start += added
-    return Conversation(where, tuple(messages), completion_start, _tools(row.get("tools"), where), trained)
+    return Conversation(where, tuple(messages), completion_start, _tools(row.get("tools"), where), weights)
 
 
 def _check_order(messages: list[dict[str, Any]], where: str, added: int) -> None:
@@ -230,8 +232,8 @@ def _check_order(messages: list[dict[str, Any]], where: str, added: int) -> None
         before = role
 
 
-def _message(turn: Any, where: str, tags: Mapping[str, str]) -> tuple[dict[str, Any], bool | None]:
-    """The turn as chat templates want it, and whether it says that it is trained."""
+def _message(turn: Any, where: str, tags: Mapping[str, str]) -> tuple[dict[str, Any], float | None]:
+    """The turn as chat templates want it, and what it says that it weighs."""
     if not isinstance(turn, dict):
         raise BadRecord(where, f"expected an object with role and content, found {kind(turn)}")
     role_key, content_key = ("from", "value") if "from" in turn else ("role", "content")
@@ -257,7 +259,7 @@ def _message(turn: Any, where: str, tags: Mapping[str, str]) -> tuple[dict[str, 
             raise BadRecord(where, f"only the assistant calls functions, not '{role}'")
         rest["tool_calls"] = [_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
     _check_texts(rest, where, "the turn")
-    return {"role": role, "content": content, **rest}, _flag(turn, role, where)
+    return {"role": role, "content": content, **rest}, _weight(turn, role, where)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
@@ -274,18 +276,36 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**more, "type": "function", "function": {**inner, "arguments": arguments}}
 
 
-def _flag(turn: dict[str, Any], role: str, where: str) -> bool | None:
-    """Whether the turn says that it is trained: `weight` (0 or 1, as OpenAI's) or `train` (true or false)."""
-    flags = [turn[key] for key in _FLAGS if turn.get(key) is not None]
-    if not flags:
+def _weight(turn: dict[str, Any], role: str, where: str) -> float | None:
+    """What the turn says its tokens weigh in the loss: `weight` (from 0), or `train` (true is 1, false is 0)."""
+    weight, train = turn.get("weight"), turn.get("train")
+    if weight is not None and not _is_weight(weight):
+        raise BadRecord(where, f"'weight' must be a finite number, 0 or more ({json.dumps(weight)})")
+    if train is not None and train not in (0, 1):
+        raise BadRecord(where, f"'train' must be true or false ({json.dumps(train)})")
+    if weight is None and train is None:
         return None
-    if any(flag not in (0, 1) for flag in flags) or len({bool(flag) for flag in flags}) > 1:
-        raise BadRecord(where, "'weight' must be 0 or 1 and 'train' true or false, and they must agree")
-    if role != "assistant":
-        if flags[0]:
-            raise BadRecord(where, f"only turns of the assistant can be trained, not those of '{role}'")
-        return None
-    return bool(flags[0])
+    if None not in (weight, train) and bool(weight) != bool(train):
+        raise BadRecord(where, "'weight' and 'train' contradict each other; keep one of them")
+    value = float(train if weight is None else weight)
+    if role == "assistant":
+        return value
+    if value:
+        raise BadRecord(where, f"only turns of the assistant can be trained, not those of '{role}'")
+    return None
+
+
+def _is_weight(value: Any) -> bool:
+    """Whether `value` is a number that is a weight in float32 too, where 1e-60 is 0 and 1e60 is infinite."""
+    try:
+        return (
+            type(value) in (int, float)
+            and value >= 0
+            and math.isfinite(value)
+            and _SMALLEST <= (value or 1) <= _LARGEST
+        )
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:

@@ -141,7 +141,7 @@ def make_batch(rows: Sequence[Sequence[Piece]], batch_size: int, length: int) ->
             token_ids[row, begin:end] = sample.token_ids[start:stop]
             following = sample.token_ids[start + 1 : stop + 1]
             targets[row, begin : begin + len(following)] = following
-            loss_weights[row, begin : begin + len(following)] = sample.supervised[start + 1 : stop + 1]
+            loss_weights[row, begin : begin + len(following)] = sample.loss_weights(start + 1, stop + 1)
             positions[row, begin:end] = np.arange(stop - start)
             segment_ids[row, begin:end] = segment
             begin = end

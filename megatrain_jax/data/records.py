@@ -19,7 +19,7 @@ class Conversation:
       messages: turns as chat templates want them, ``{"role": system|user|assistant|tool, "content": str, ...}``.
       completion_start: index of the first message that answers rather than asks.
       tools: JSON schemas of the functions that the assistant may call, or None.
-      trained: by index, whether a turn is trained; only of the turns that say so themselves.
+      weights: by index, what a turn's tokens weigh in the loss; only of the turns that say so themselves.
       times: how often an epoch has the record.
     """
 
@@ -27,7 +27,7 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     completion_start: int
     tools: list[Any] | None = None
-    trained: Mapping[int, bool] = dataclasses.field(default_factory=dict)
+    weights: Mapping[int, float] = dataclasses.field(default_factory=dict)
     times: int = 1
 
 

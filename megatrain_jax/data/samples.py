@@ -82,7 +82,7 @@ def make_samples(record: Record | Unreadable, tokenizer: Tokenizer, config: Any,
 
 def truncate(sample: Sample, max_seq_len: int) -> Sample:
     """The first `max_seq_len` tokens."""
-    return Sample(*(field[:max_seq_len] for field in sample))
+    return _part(sample, 0, max_seq_len)
 
 
 def windows(sample: Sample, max_seq_len: int) -> list[Sample]:
@@ -92,12 +92,16 @@ def windows(sample: Sample, max_seq_len: int) -> list[Sample]:
     sample is a target exactly once.
     """
     starts = range(0, max(len(sample.token_ids) - 1, 1), max_seq_len - 1)
-    pieces = [
-        Sample(sample.token_ids[s : s + max_seq_len], sample.supervised[s : s + max_seq_len].copy()) for s in starts
-    ]
-    for piece in pieces:
-        piece.supervised[:1] = False
-    return pieces
+    return [_part(sample, start, start + max_seq_len) for start in starts]
+
+
+def _part(sample: Sample, start: int, stop: int) -> Sample:
+    """Tokens `start` to `stop` as a sample of their own, whose first token is not supervised."""
+    part = Sample(*(None if field is None else field[start:stop].copy() for field in sample))
+    for field in part[1:]:
+        if field is not None:
+            field[:1] = 0
+    return part
 
 
 def _fit(sample: Sample, overlong: str, limit: int, where: str, made: Made) -> list[Sample]:

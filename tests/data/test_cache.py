@@ -22,15 +22,14 @@ from megatrain_jax.data.tokenizer import with_chat_template
 ROOT = Path(__file__).parents[2]
 
 
-def random_units(seed=0, count=17):
+def random_units(seed=0, count=17, weights=(0, 1)):
     rng = np.random.default_rng(seed)
-    return [
-        [
-            Sample(rng.integers(0, 1000, n).astype(np.int32), rng.random(n) < 0.5)
-            for n in rng.integers(1, 30, rng.integers(1, 4))
-        ]
-        for _ in range(count)
-    ]
+    return [[random_sample(rng, n, weights) for n in rng.integers(1, 30, rng.integers(1, 4))] for _ in range(count)]
+
+
+def random_sample(rng, n, weights):
+    own = rng.choice(weights, n).astype(np.float32)
+    return Sample(rng.integers(0, 1000, n).astype(np.int32), own > 0, own if set(weights) - {0, 1} else None)
 
 
 def builder(units, calls=None):
@@ -48,7 +47,7 @@ def assert_holds(found, units):
     expected = [sample for unit in units for sample in unit]
     assert len(found.samples) == len(expected)
     for got, sample in zip(found.samples, expected, strict=True):
-        for field, other in zip(got, sample, strict=True):
+        for field, other in ((got[0], sample[0]), (got[1], sample[1]), (got.loss_weights(), sample.loss_weights())):
             np.testing.assert_array_equal(field, other)
             assert field.dtype == other.dtype
     np.testing.assert_array_equal(np.diff(found.units), [len(unit) for unit in units])
@@ -69,13 +68,24 @@ def test_what_was_put_in_comes_out_and_is_built_once(tmp_path):
         some[2]
 
 
+@pytest.mark.parametrize("weights", [(0, 0.25, 1), (0, 1, 1e-30, 1 / 3, 1e30)])
+def test_weights_come_out_as_they_were_put_in(tmp_path, weights):
+    """Also where the first and the last samples have none but 0 and 1, so that nothing is written for them."""
+    units = random_units() + random_units(1, weights=weights) + random_units(2)
+    found = cache.open_or_build(tmp_path, "weighted", builder(units))
+    assert_holds(found, units)
+    assert len(found.samples.columns["weights"]) == found.samples.lengths.sum()
+    plain = cache.open_or_build(tmp_path, "plain", builder(random_units()))
+    assert (tmp_path / "plain" / "weights.bin").stat().st_size == 0 == len(plain.samples.columns["weights"])
+
+
 def test_every_field_of_a_sample_is_kept():
     assert set(Sample._fields) <= set(cache._COLUMNS)
 
 
 @pytest.mark.parametrize("column", cache._COLUMNS)
 def test_a_column_that_is_cut_is_seen(tmp_path, column):
-    units, calls = random_units(), []
+    units, calls = random_units(weights=(0, 1, 0.5)), []
     cache.open_or_build(tmp_path, "key", builder(units, calls))
     file = tmp_path / "key" / f"{column}.bin"
     os.truncate(file, file.stat().st_size - cache._COLUMNS[column].itemsize)
@@ -134,8 +144,12 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk(tmp_path, monkeypatch):
+    begin = cache.Writer.__init__
+
     def on_a_full_disk(self, folder):
-        self._folder, self._files = folder, {name: open("/dev/full", "wb") for name in cache._COLUMNS}
+        begin(self, folder)
+        self.close()
+        self._files = {name: open("/dev/full", "wb") for name in cache._COLUMNS}
 
     monkeypatch.setattr(cache.Writer, "__init__", on_a_full_disk)
     with pytest.raises(UserError, match=r"dataset\.cache_dir: cannot write .*No space left"):
@@ -277,7 +291,9 @@ def test_others_may_read_it_where_the_umask_lets_them(tmp_path):
 
 
 def test_tokens_stay_on_the_disk(section, jsonl, tokenizer, tmp_path):
-    dataset = datasets.prepare(section(jsonl(*map(dialogue, range(9)))), tokenizer, seed=0, vocab_size=400)
+    rows = [dialogue(i) for i in range(9)]
+    rows[0]["messages"][1]["weight"] = 0.5
+    dataset = datasets.prepare(section(jsonl(*rows)), tokenizer, seed=0, vocab_size=400)
     for field in dataset.train[4]:
         owner = field
         while isinstance(owner, np.ndarray) and not isinstance(owner, np.memmap):
@@ -332,3 +348,17 @@ def test_a_second_start_is_quick(section, jsonl, tokenizer, monkeypatch):
     second = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
     assert time.perf_counter() - start < took
     assert (first.train_statistics, first.format) == (second.train_statistics, second.format)
+
+
+def test_what_is_trained_on_is_told_apart_by_its_weights(section, jsonl, tokenizer):
+    """And a data set whose weights are all 1 is the one that says nothing of them."""
+
+    def fingerprint(*weights):
+        rows = [dialogue(i) for i in range(3)]
+        for row, weight in zip(rows, weights):
+            row["messages"][1]["weight"] = weight
+        config = section(jsonl(*rows))
+        return datasets.fingerprint(config, datasets.prepare(config, tokenizer, seed=0, vocab_size=400))
+
+    found = [fingerprint(), fingerprint(1, 1.0, 1), fingerprint(1, 0.5, 1), fingerprint(1, 0.25, 1), fingerprint(0.5)]
+    assert found[0] == found[1] and len(set(found)) == 4

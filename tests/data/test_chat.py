@@ -265,17 +265,39 @@ def test_templates_read_their_settings(tokenizer):
 
 def test_turns_that_say_whether_they_are_trained(tokenizer):
     turns = ["u:q1", "a:a1", "u:q2", "a:a2", "u:q3", "a:a3"]
-    for train_on, trained, answers in (
-        ("assistant", {1: False}, "a2 a3"),
-        ("assistant", {1: False, 3: False, 5: False}, ""),
-        ("last_assistant", {1: True}, "a1 a3"),
-        ("last_assistant", {5: False}, ""),
+    for train_on, weights, answers in (
+        ("assistant", {1: 0.0}, "a2 a3"),
+        ("assistant", {1: 0.0, 3: 0.0, 5: 0.0}, ""),
+        ("last_assistant", {1: 1.0}, "a1 a3"),
+        ("last_assistant", {5: 0.0}, ""),
     ):
-        record = dataclasses.replace(conversation(turns), trained=trained)
+        record = dataclasses.replace(conversation(turns), weights=weights)
         [sample] = chat.supervise(tokenizer, record, train_on, system_prompt="Be brief.")
         assert supervised_text(tokenizer, sample) == "".join(f"{answer}<|im_end|>" for answer in answers.split())
-    with pytest.raises(UserError, match="not to be trained contradicts dataset.train_on 'all'"):
-        chat.supervise(tokenizer, dataclasses.replace(conversation(turns), trained={1: False}), "all")
+    for weight in (0.0, 0.5):
+        with pytest.raises(UserError, match="a turn whose weight is not 1 contradicts dataset.train_on 'all'"):
+            chat.supervise(tokenizer, dataclasses.replace(conversation(turns), weights={1: weight}), "all")
+    chat.supervise(tokenizer, dataclasses.replace(conversation(turns), weights={1: 1.0}), "all")
+
+
+@pytest.mark.parametrize("template", ["tokenizer's", "reasoning"])
+def test_every_token_of_a_turn_weighs_what_the_turn_says(tokenizer, templates, template):
+    """Also where the template writes earlier turns otherwise, so that each turn is a sample of its own."""
+    ours = tokenizer if template == "tokenizer's" else with_chat_template(tokenizer, templates.reasoning)
+    turns = conversation(["u:q1", "a:a1", "u:q2", "a:a2", "u:q3", "a:a3"])
+    for train_on, weights, expected in (
+        ("assistant", {}, {"a1": 1, "a2": 1, "a3": 1}),
+        ("assistant", {1: 0.25, 3: 0.0, 5: 3.0}, {"a1": 0.25, "a3": 3}),
+        ("last_assistant", {1: 0.25}, {"a1": 0.25, "a3": 1}),
+    ):
+        found = {}
+        for sample in chat.supervise(ours, dataclasses.replace(turns, weights=weights), train_on):
+            own = sample.loss_weights()
+            assert own.dtype == np.float32
+            for weight in np.unique(own[sample.supervised]):
+                said = tokenizer.decode(sample.token_ids[own == weight], skip_special_tokens=False)
+                found |= {answer: weight for answer in said.split("<|im_end|>") if answer.strip()}
+        assert {answer.split()[-1][-2:]: weight for answer, weight in found.items()} == expected
 
 
 def test_turns_written_alike_share_a_sample(tokenizer, templates):

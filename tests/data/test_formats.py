@@ -60,12 +60,12 @@ def test_turns_in_a_cell_of_text():
     assert read({"messages": json.dumps([USER, ASSISTANT])}).messages == (USER, ASSISTANT)
 
 
-@pytest.mark.parametrize(("flag", "expected"), [({"weight": 0}, {1: False}), ({"weight": 1}, {1: True}), ({"train": False}, {1: False}), ({"weight": None}, {})])  # fmt: skip
+@pytest.mark.parametrize(("flag", "expected"), [({"weight": 0}, {1: 0.0}), ({"weight": 1}, {1: 1.0}), ({"weight": 0.25}, {1: 0.25}), ({"weight": 3, "train": True}, {1: 3.0}), ({"train": False}, {1: 0.0}), ({"weight": None}, {})])  # fmt: skip
 def test_turns_say_whether_they_are_trained(flag, expected):
     record = read({"messages": [{**USER, "train": False}, {**ASSISTANT, **flag}]})
-    assert (record.trained, record.messages) == (expected, (USER, ASSISTANT))
+    assert (record.weights, record.messages) == (expected, (USER, ASSISTANT))
     if expected:
-        assert read({"messages": [USER, {**ASSISTANT, **flag}], "system": "S"}).trained == {2: expected[1]}
+        assert read({"messages": [USER, {**ASSISTANT, **flag}], "system": "S"}).weights == {2: expected[1]}
 
 
 def test_tokens_and_their_labels():
@@ -110,8 +110,16 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {}}]}
         ({"messages": [{**CALL, "role": "user"}]}, {}, "only the assistant calls functions"),
         ({"messages": [USER, ASSISTANT], "tools": [1]}, {}, "'tools' must be a list of function schemas"),
         ({"messages": [USER, ASSISTANT], "tools": {"a": 1}}, {}, "'tools' must be a list of function schemas"),
-        ({"messages": [USER, {**ASSISTANT, "weight": 0.5}]}, {}, "turn 2: 'weight' must be 0 or 1"),
-        ({"messages": [USER, {**ASSISTANT, "weight": 0, "train": True}]}, {}, "they must agree"),
+        ({"messages": [USER, {**ASSISTANT, "weight": -0.5}]}, {}, r"turn 2: 'weight' must be a finite number, 0 or more \(-0.5\)"),
+        ({"messages": [USER, {**ASSISTANT, "weight": float("nan")}]}, {}, r"'weight' must be a finite number, 0 or more \(NaN\)"),
+        ({"messages": [USER, {**ASSISTANT, "weight": float("inf")}]}, {}, r"'weight' must be a finite number, 0 or more \(Infinity\)"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 10**400}]}, {}, "'weight' must be a finite number"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 1e-60}]}, {}, "'weight' must be a finite number"),
+        ({"messages": [USER, {**ASSISTANT, "weight": "0.5"}]}, {}, "'weight' must be a finite number"),
+        ({"messages": [USER, {**ASSISTANT, "weight": True}]}, {}, "'weight' must be a finite number"),
+        ({"messages": [USER, {**ASSISTANT, "train": "false"}]}, {}, r"'train' must be true or false \(\"false\"\)"),
+        ({"messages": [USER, {**ASSISTANT, "train": 0.5}]}, {}, r"'train' must be true or false"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0, "train": True}]}, {}, "'weight' and 'train' contradict each other"),
         ({"messages": [{**USER, "weight": 1}]}, {}, "only turns of the assistant can be trained"),
         ({"messages": [USER, {**ASSISTANT, "thinking": 3}]}, {}, "'thinking' must be text"),
         ({"messages": [USER, {**ASSISTANT, "name": "\ud800"}]}, {}, "half of a surrogate pair"),
@@ -140,7 +148,7 @@ def as_row(record):
         labels = [i if kept else -100 for i, kept in zip(record.token_ids, record.supervised, strict=True)]
         return {"input_ids": list(record.token_ids), "labels": labels}
     turns = [
-        {**message, "weight": int(record.trained[i])} if i in record.trained else message
+        {**message, "weight": record.weights[i]} if i in record.weights else message
         for i, message in enumerate(record.messages)
     ]
     return {"messages": turns, "tools": record.tools}

@@ -14,9 +14,9 @@ HOW = ("none", "best_fit", "wrapped")
 
 
 def random_sample(rng, n):
-    supervised = rng.random(n) < 0.5
-    supervised[:1] = False
-    return Sample(rng.integers(1, 1000, n).astype(np.int32), supervised)
+    weights = rng.choice([0, 0, 1, 0.25], n).astype(np.float32)
+    weights[:1] = 0
+    return Sample(rng.integers(1, 1000, n).astype(np.int32), weights > 0, weights)
 
 
 def whole(samples):
@@ -40,10 +40,10 @@ def test_each_supervised_token_is_the_target_of_the_one_before():
         where = np.flatnonzero(batch.loss_weights[row])
         np.testing.assert_array_equal(where + 1, np.flatnonzero(sample.supervised))
         np.testing.assert_array_equal(batch.targets[row, where], sample.token_ids[sample.supervised])
+        np.testing.assert_array_equal(batch.loss_weights[row, : n - 1], sample.weights[1:])
         np.testing.assert_array_equal(batch.token_ids[row, :n], sample.token_ids)
         np.testing.assert_array_equal(batch.positions[row, :n], np.arange(n))
         np.testing.assert_array_equal(batch.segment_ids[row], np.arange(16) < n)
-    assert set(np.unique(batch.loss_weights)) <= {0.0, 1.0}
     for field in batch:
         assert not field[len(samples) :].any()
 

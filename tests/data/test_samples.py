@@ -64,12 +64,14 @@ def test_what_workers_hand_over_survives_pickling():
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 15, 16, 40])
 @pytest.mark.parametrize("limit", [2, 3, 8])
 def test_windows_make_every_token_a_target_exactly_once(n, limit):
-    sample = Sample(np.arange(n, dtype=np.int32), np.arange(n) > 0)
+    sample = Sample(np.arange(n, dtype=np.int32), np.arange(n) > 0, np.arange(n).astype(np.float32))
     pieces = samples.windows(sample, limit)
     targets = np.concatenate([piece.token_ids[piece.supervised] for piece in pieces])
     np.testing.assert_array_equal(targets, np.arange(1, n))
+    weights = np.concatenate([piece.loss_weights()[piece.supervised] for piece in pieces])
+    np.testing.assert_array_equal(weights, np.arange(1, n))
     assert all(len(piece.token_ids) <= limit and not piece.supervised[0] for piece in pieces)
-    np.testing.assert_array_equal(sample.supervised, np.arange(n) > 0)
+    np.testing.assert_array_equal(sample.weights, np.arange(n))
 
 
 def test_tokens_made_before_are_taken_as_they_are(prepare):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 
+import numpy as np
 import pytest
 
 from megatrain_jax.config import UserError
+from megatrain_jax.data import chat, loader, samples, streaming
 from megatrain_jax.data import dataset as datasets
-from megatrain_jax.data import samples, streaming
+from megatrain_jax.data.formats import Spelling, normalise
 from tests.data.test_loader import dialogue, pieces_of, same
 
 
@@ -47,6 +49,42 @@ def test_every_epoch_is_the_files_once(section, jsonl, tokenizer, how, buffer_si
             assert sorted(epoch) == sorted(expected)
             assert how != "none" or (epoch == expected) == (not shuffle or buffer_size == 1)
     assert (epochs[0] == epochs[1]) == (not shuffle or buffer_size == 1)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("how", ["none", "best_fit", "wrapped"])
+def test_weights_of_turns_reach_the_batches(section, jsonl, tokenizer, how, streamed):
+    """Whole, or cut: what a token weighs goes with it, whatever row it is in."""
+    rows, expected, rng = [], [], np.random.default_rng(0)
+    for i in range(23):
+        turns = []
+        for weight in rng.choice([0.0, 1.0, 0.25, 3.5], rng.integers(1, 9)).tolist():
+            said = {"role": "assistant", "content": f"It is {weight}.", "weight": weight}
+            turns += [{"role": "user", "content": f"What is {i}?"}, said]
+        turns[-1]["weight"] = 2.0  # the end of long ones is cut off
+        rows.append({"messages": turns})
+    config = section(jsonl(*rows), packing=how, max_seq_len=96, pad_to_multiple_of=96, shuffle=False)
+    for row in rows:
+        [sample] = chat.supervise(tokenizer, normalise(row, Spelling("messages"), "x:1"))
+        kept = len(sample.token_ids) if how == "wrapped" else 96
+        expected += [
+            pair for pair in zip(sample.token_ids[:kept].tolist(), sample.loss_weights(0, kept).tolist()) if pair[1]
+        ]
+    if streamed:
+        batches = itertools.chain(*loader_of(config, tokenizer).steps(0, 20))
+    else:
+        dataset = datasets.prepare(config, tokenizer, seed=0, vocab_size=400)
+        batches = loader.TrainLoader(dataset, 2, 2, seed=0, shuffle=False).steps(0, 20)
+        batches = itertools.chain(*batches)
+    found = [
+        pair
+        for batch in batches
+        for targets, weights in zip(batch.targets, batch.loss_weights)
+        for pair in zip(targets.tolist(), weights.tolist())
+        if pair[1]
+    ][: len(expected)]
+    assert {weight for _, weight in expected} >= {0.25, 3.5, 1.0} and len(found) == len(expected)
+    assert sorted(found) == sorted(expected) if how == "best_fit" else found == expected
 
 
 def test_a_step_is_the_same_however_it_is_reached(section, jsonl, tokenizer, monkeypatch):

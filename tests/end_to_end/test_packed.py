@@ -21,8 +21,9 @@ def packed_and_alone(spec, how, seed=0, count=11):
     rng = np.random.default_rng(seed)
     samples = []
     for n in rng.integers(2, CAPACITY * (2 if how == "wrapped" else 1) + 1, count):
-        samples.append(Sample(rng.integers(0, spec.vocab_size, n).astype(np.int32), rng.random(n) < 0.6))
-        samples[-1].supervised[0] = False
+        weights = rng.choice([0, 1, 1, 0.3, 2.5], n).astype(np.float32)
+        weights[0] = 0
+        samples.append(Sample(rng.integers(0, spec.vocab_size, n).astype(np.int32), weights > 0, weights))
     plan = packing.plan_rows([len(sample.token_ids) for sample in samples], how, CAPACITY)
     rows = [plan.pieces(row, samples) for row in range(len(plan))]
     half = -(-len(rows) // 2)

@@ -1,4 +1,5 @@
-"""Times one layer's templates under XLA's options, one at a time; what paid is in megatrain_jax/stream/templates.py or train.py.
+"""Times one layer's templates under XLA's options, one at a time; what paid is `GPU_OPTIONS` of
+megatrain_jax/stream/templates.py.
 
     python scripts/tune_xla.py --shape 7b-wide --batch 32 --seq 1024
 
@@ -16,14 +17,20 @@ import time
 from bench import SHAPES
 
 VARIANTS = {
-    "defaults": {},
-    "cublaslt": {"xla_gpu_enable_cublaslt": True},
-    "no triton gemm": {"xla_gpu_enable_triton_gemm": False},
+    "as trained with": {},
+    "XLA's defaults": {"xla_gpu_enable_cublaslt": False, "xla_gpu_enable_triton_gemm": True},
+    "cublaslt": {"xla_gpu_enable_cublaslt": True, "xla_gpu_enable_triton_gemm": True},
+    "no triton gemm": {"xla_gpu_enable_cublaslt": False, "xla_gpu_enable_triton_gemm": False},
+    # Each of these on top of what is trained with.
     "latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
-    "cublaslt and no triton gemm": {"xla_gpu_enable_cublaslt": True, "xla_gpu_enable_triton_gemm": False},
     "no command buffers": {"xla_gpu_enable_command_buffer": ""},
     "autotune level 0": {"xla_gpu_autotune_level": 0},
-    "defaults again": {},
+    "fusion autotuner": {"xla_gpu_experimental_enable_fusion_autotuner": True},
+    "multi-output fusion": {"xla_gpu_experimental_enable_same_shape_multi_output_fusion": True},
+    "triton fusions": {"xla_gpu_experimental_enable_triton_heroless_priority_fusion": True},
+    "launch overlap": {"xla_gpu_enable_pdl": True},
+    "cudnn gemm": {"xla_gpu_cudnn_gemm_fusion_level": 2},
+    "as trained with, again": {"xla_gpu_enable_cublaslt": True},
 }
 
 
@@ -85,15 +92,15 @@ def time_layer(options: argparse.Namespace, variant: dict) -> dict:
     seconds = 0.0
     forward = compiled(templates.layer_forward_keeping(block, run, trainable), weights, x, context)
     pullback = forward(weights, x, context)[2]
-    backward = compiled(templates.layer_backward_kept(run, True), pullback, (dy, ()), None, norm)
-    again = compiled(templates.layer_backward(block, run, trainable, True), weights, x, (dy, ()), context, None, norm)
+    backward = compiled(templates.layer_backward_kept(run, True), pullback, dy, (), None, norm)
+    again = compiled(templates.layer_backward(block, run, trainable, True), weights, x, dy, (), context, None, norm)
     del pullback
 
     def kept(dy):
-        return backward(forward(weights, x, context)[2], (dy, ()), None, norm)[0]
+        return backward(forward(weights, x, context)[2], dy, (), None, norm)[0]
 
     def recomputed(dy):
-        return again(weights, x, (dy, ()), context, None, norm)[0]
+        return again(weights, x, dy, (), context, None, norm)[0]
 
     found = {"compile_seconds": seconds}
     for name, call in (("kept_ms", kept), ("recomputed_ms", recomputed)):

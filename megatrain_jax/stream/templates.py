@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,21 @@ from megatrain_jax.models.parts import times
 from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
 from megatrain_jax.stream.transfer import AXIS, Mesh
 
+# Options of XLA on a GPU, by what a 7B-wide layer of 32 x 1024 tokens takes on an H200: forward and backward with
+# intermediates kept / backward with the forward computed again (scripts/tune_xla.py, docs/benchmarks.md).
+GPU_OPTIONS = {
+    # cuBLAS is better at large matmuls than what XLA makes: 74.4 / 68.5 ms instead of 76.2 / 71.6.
+    "xla_gpu_enable_triton_gemm": False,
+    # Its newer interface on top: 74.6 / 67.3 ms.
+    "xla_gpu_enable_cublaslt": True,
+}
+
+
+def compiler_options(platform: str) -> dict[str, bool]:
+    """Options for the templates on a platform of jax, "gpu" or "cpu"; what is named in XLA_FLAGS is left to the user."""
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in GPU_OPTIONS.items() if platform == "gpu" and name not in set_by_user}
+
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
@@ -53,6 +69,11 @@ class Execution:
     dtype: np.dtype
     attention: AttentionOptions
     loss_tile: int
+
+    def jit(self, function: Callable, donate: str | Sequence[str] | None = None) -> Callable:
+        """A template: `function` compiled for the mesh, which may overwrite the arguments named in `donate`."""
+        options = compiler_options(self.mesh.platform) or None
+        return jax.jit(function, donate_argnames=donate, compiler_options=options)
 
     def unpack(self, weights: Weights, block: BlockSpec) -> dict[str, jax.Array]:
         """Weights as they crossed the link, in their logical shapes on every device."""
@@ -113,7 +134,13 @@ def embedding_forward(block: EmbeddingSpec, run: Execution):
     def forward(weights, token_ids):
         return run.split_rows(Embedding(block).apply(bind(run.unpack(weights, block)), token_ids))
 
-    return jax.jit(forward)
+    return run.jit(forward)
+
+
+@functools.lru_cache(maxsize=None)
+def embedding_of_rows(block: EmbeddingSpec, run: Execution):
+    """``(rows of the table [B, S, D]) -> hidden states [B, S, D]``: `embedding_forward` where the host looks up."""
+    return run.jit(lambda rows: run.split_rows(times(rows, embedding_multiplier(block, rows.dtype))))
 
 
 @functools.lru_cache(maxsize=None)
@@ -132,7 +159,7 @@ def embedding_backward(block: EmbeddingSpec, run: Execution, last: bool):
             sums, sumsq = run.close(sums, sumsq)
         return sums, sumsq, _marker(sums["weight"])
 
-    return jax.jit(backward, donate_argnames="acc" if not last else None)
+    return run.jit(backward, "acc" if not last else None)
 
 
 def _layer(block: LayerSpec, run: Execution):
@@ -171,7 +198,7 @@ def layer_forward(block: LayerSpec, run: Execution):
         y, stats = layer(run.unpack(weights, block), x, context)
         return run.split_rows(y), stats
 
-    return jax.jit(forward)
+    return run.jit(forward)
 
 
 @functools.lru_cache(maxsize=None)
@@ -185,7 +212,7 @@ def layer_backward(block: LayerSpec, run: Execution, trainable: frozenset[str], 
         grads, dx = vjp((dy, dstats))
         return _finish_layer(run, grads, dx, acc, sumsq, last)
 
-    return jax.jit(backward, donate_argnames="dy" if last else ("dy", "acc"))
+    return run.jit(backward, "dy" if last else ("dy", "acc"))
 
 
 @functools.lru_cache(maxsize=None)
@@ -205,7 +232,7 @@ def layer_forward_keeping(block: LayerSpec, run: Execution, trainable: frozenset
         (y, stats), pullback = jax.vjp(apply, train, x)
         return run.split_rows(y), stats, pullback
 
-    return jax.jit(forward)
+    return run.jit(forward)
 
 
 @functools.lru_cache(maxsize=None)
@@ -216,7 +243,7 @@ def layer_backward_kept(run: Execution, last: bool):
         grads, dx = pullback((dy, dstats))
         return _finish_layer(run, grads, dx, acc, sumsq, last)
 
-    return jax.jit(backward, donate_argnames="dy" if last else ("dy", "acc"))
+    return run.jit(backward, "dy" if last else ("dy", "acc"))
 
 
 @jax.jit
@@ -242,7 +269,7 @@ def _finish_layer(run: Execution, grads: Weights, dx: jax.Array, acc: Weights | 
 @functools.lru_cache(maxsize=None)
 def head_logits(block: HeadSpec, run: Execution):
     """``(weights, x) -> logits [B, S, V]`` float32."""
-    return jax.jit(lambda weights, x: run.split_rows(Head(block).apply(bind(run.unpack(weights, block)), x)))
+    return run.jit(lambda weights, x: run.split_rows(Head(block).apply(bind(run.unpack(weights, block)), x)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -254,7 +281,7 @@ def head_forward(block: HeadSpec, run: Execution):
         weights = run.unpack(weights, block)
         return head_loss(Head(block), weights, x, targets, loss_weights, tile=run.loss_tile)
 
-    return jax.jit(forward)
+    return run.jit(forward)
 
 
 @functools.lru_cache(maxsize=None)
@@ -277,7 +304,7 @@ def head_backward(block: HeadSpec, run: Execution, trainable: frozenset[str], ow
             sums, sumsq = run.close({path: value for path, value in sums.items() if path in owned}, sumsq)
         return loss, run.split_rows(dx), sums, kept, sumsq
 
-    return jax.jit(backward, donate_argnames="acc" if not last else None)
+    return run.jit(backward, "acc" if not last else None)
 
 
 class LayerStep:

@@ -25,6 +25,7 @@ _LANE_OF = {
     "forward": "compute",
     "loss": "compute",
     "backward": "compute",
+    "device update": "compute",
     "d2h": "copy out",
     "update": "optimizer",
     "wait": "waits",
@@ -59,7 +60,7 @@ class Span(NamedTuple):
 
     Attributes:
       lane: one of `LANES`; spans of a lane do not overlap.
-      what: "h2d", "forward", "loss", "backward", "d2h", "update" or "wait".
+      what: "h2d", "forward", "loss", "backward", "device update", "d2h", "update" or "wait".
       block: number of the block.
       micro_batch: number within its group, None where all of them share it.
       start: seconds, on the clock of the events.

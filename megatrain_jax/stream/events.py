@@ -19,8 +19,8 @@ class Event(NamedTuple):
     """One thing that happened.
 
     Attributes:
-      what: "h2d", "forward", "loss", "backward", "d2h" when the dispatching thread issued it, with " done" appended when
-        the device had finished it; "wait" and "waited" around the dispatching thread's waits for an update; "update"
+      what: "h2d", "forward", "loss", "backward", "d2h", and "device update" of a block that stays on the device, when the
+        dispatching thread issued it, with " done" appended when the device had finished it; "wait" and "waited" around the dispatching thread's waits for an update; "update"
         and "update done" in the optimizer's thread.
       block: number of the block, the embedding being 0.
       micro_batch: number within the step, None where all of them share it.

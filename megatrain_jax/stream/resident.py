@@ -20,29 +20,33 @@ from megatrain_jax.stream.transfer import Mesh
 
 @functools.partial(jax.jit, static_argnames="steps", donate_argnames=("params", "states"))
 def _update(params, states, grads, sumsq, scale, *, steps):
-    """One step of every tensor, or nothing if the gradient is not finite."""
+    """One step of every tensor, or nothing if the gradient is not finite; and a scalar that comes with the results."""
     finite, results = jnp.isfinite(sumsq), []
     for step, param, state, grad in zip(steps, params, states, grads, strict=True):
         new_params, new_state = step([param], state, [grad], scale)
         keep = lambda new, old: jnp.where(finite, new, old)  # noqa: E731
         results.append((keep(new_params[0], param), jax.tree.map(keep, new_state, state)))
-    return results
+    return results, finite
 
 
 def update_block(
     tensors: Sequence[ResidentTensor], rules: Sequence[Rule], grads: Sequence[jax.Array], sumsq: jax.Array, scale: float
-) -> None:
+) -> jax.Array:
     """Starts one step of a block's tensors on the device, in one call: a step has tens of them, and no time between two.
 
     Args:
       tensors, rules, grads: for each tensor what to do, and its gradient as a template gives it.
       sumsq: a scalar on the device; if it is not finite, nothing changes.
       scale: the gradients are multiplied by it.
+
+    Returns:
+      A scalar that is ready when the step is done; the tensors themselves are given to the next step.
     """
     params, states = [t._params for t in tensors], [t._state for t in tensors]
-    results = _update(params, states, list(grads), sumsq, np.float32(scale), steps=tuple(r.step for r in rules))
+    results, done = _update(params, states, list(grads), sumsq, np.float32(scale), steps=tuple(r.step for r in rules))
     for tensor, (param, state) in zip(tensors, results, strict=True):
         tensor._params, tensor._state = param, state
+    return done
 
 
 _cast = jax.jit(rounding.to_dtype, static_argnames="dtype")

@@ -106,7 +106,9 @@ class Updater:
         self._store.holds.wait(block)
         owned = self._store.owned(block)
         rules = [self._optimizer.rule(tensor) for tensor in owned.values()]
-        update_block(list(owned.values()), rules, [grads.arrays[path] for path in owned], grads.sumsq, scale)
+        arrays = [grads.arrays[path] for path in owned]
+        done = update_block(list(owned.values()), rules, arrays, grads.sumsq, scale)
+        self._record.watch("device update", block, None, done)
 
     def is_pending(self, blocks: Iterable[int]) -> bool:
         with self._changed:

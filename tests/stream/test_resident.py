@@ -102,9 +102,11 @@ def test_nothing_of_a_resident_block_crosses_the_link():
         updater.drain()
     assert {e.block for e in events if e.what == "d2h"} == {1, 2, 3}
     assert {e.block for e in events if e.what == "update"} == {1, 2, 3}
+    assert {e.block for e in events if e.what == "device update"} == {0, 4}
+    assert {e.block for e in events if e.what == "device update done"} == {0, 4}
     fetched = [e.block for e in events if e.what == "h2d"]
     assert fetched.count(3) == 1  # kept for backward
-    assert fetched.count(1) == fetched.count(2) == 2
+    assert fetched.count(1) == fetched.count(2) == 2 and not {0, 4} & set(fetched)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,)])

@@ -218,6 +218,7 @@ class HostStore:
     Attributes:
       tensors: every `HostTensor` by name.
       holds: blocks that may not be updated for now.
+      lock_pages: as given.
       blocks: for each block, its tensors by path. A tied projection is the embedding's own tensor.
     """
 
@@ -238,7 +239,7 @@ class HostStore:
         self.wire_dtype = BFLOAT16 if wire_dtype == "bfloat16" else np.dtype(np.float32)
         if layout == "split" and self.wire_dtype != BFLOAT16:
             raise ValueError("the split layout needs a bfloat16 wire")
-        self.holds = Holds()
+        self.holds, self.lock_pages = Holds(), lock_pages
         self.tensors: dict[str, HostTensor] = {}
         self.blocks: list[dict[str, HostTensor]] = []
         self._pages: list[Pages] = []

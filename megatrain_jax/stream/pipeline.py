@@ -28,7 +28,7 @@ from megatrain_jax.stream import templates
 from megatrain_jax.stream.activations import Activations
 from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.templates import Execution
-from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
+from megatrain_jax.stream.transfer import DeviceGradients, HostGradients, TableRows
 from megatrain_jax.stream.updater import HostSums, NonFiniteError, Updater
 from megatrain_jax.watchdog import waiting
 
@@ -98,16 +98,19 @@ class _WeightStream:
 
     def __init__(self, order: Iterable[int], put: Callable[[int], dict]):
         self._order, self._put = iter(order), put
-        self._coming = self._start()
+        self._coming: dict | None = None
 
-    def _start(self) -> dict | None:
-        block = next(self._order, None)
-        return None if block is None else self._put(block)
+    def start(self) -> None:
+        """Starts the copy of the next block to be taken, unless it is on its way."""
+        if self._coming is None:
+            block = next(self._order, None)
+            self._coming = None if block is None else self._put(block)
 
     def take(self) -> dict:
         """Weights of this block; starts the copy of the next one's, so call it before dispatching any compute."""
-        weights = self._coming
-        self._coming = self._start()
+        self.start()
+        weights, self._coming = self._coming, None
+        self.start()
         return weights
 
 
@@ -141,6 +144,7 @@ class Pipeline:
         self._updater = updater
         self._blocks = store.spec.blocks
         self._head = len(self._blocks) - 1
+        self._rows = TableRows(run.mesh, store.blocks[0]["weight"], lock=store.lock_pages)
         trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
         self._lowest = min(trainable, default=self._head)
         self._waited = 0.0
@@ -151,16 +155,16 @@ class Pipeline:
     def logits(self, batch: Batch) -> jax.Array:
         """Logits of a batch of NumPy arrays, float32 ``[batch, seq, vocab]`` on the devices (rows may be padded)."""
         run, ahead = self._run_for([batch]), _RunAhead()
-        weights = self._stream(range(self._head + 1))
-        (x,), _ = self._forward(run, ahead, weights, [run.mesh.put_batch(batch)], None)
+        weights = self._stream(range(1, self._head + 1))
+        (x,), _ = self._forward(run, ahead, weights, [batch], [run.mesh.put_batch(batch)], None)
         return templates.head_logits(self._blocks[self._head], run)(weights.take(), x)
 
     def losses(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the next-token losses of some batches of equal shape, which go through a block together."""
         run, ahead = self._run_for(batches), _RunAhead()
-        weights = self._stream(range(self._head + 1))
+        weights = self._stream(range(1, self._head + 1))
         placed = [run.mesh.put_batch(batch) for batch in batches]
-        xs, _ = self._forward(run, ahead, weights, placed, None)
+        xs, _ = self._forward(run, ahead, weights, batches, placed, None)
         head, w = templates.head_forward(self._blocks[self._head], run), weights.take()
         sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
         with waiting("the losses of the evaluation"):
@@ -181,7 +185,7 @@ class Pipeline:
         scale = np.float32(1 / total if total else 0.0)
         size = self.settings.group_size or len(micro_batches)
         groups = [micro_batches[i : i + size] for i in range(0, len(micro_batches), size)]
-        there = range(self._head + 1)
+        there = range(1, self._head + 1)
         back = range(self._head - 1, max(self._lowest, 1) - 1, -1)
         again = [block for block in back if not self._keeps(block)]
         weights = self._stream([i for _ in groups for i in (*there, *again)])
@@ -194,7 +198,7 @@ class Pipeline:
         for group in groups:
             placed = [run.mesh.put_batch(batch) for batch in group]
             kept = Activations(run.mesh, offload=self.settings.offload_activations)
-            xs, stats = self._forward(run, ahead, weights, placed, kept)
+            xs, stats = self._forward(run, ahead, weights, group, placed, kept)
             if stats is not None:
                 coefficient = self.store.spec.router_aux_loss_coef
                 balance, stats = templates.router_loss(stats, np.float32(coefficient))
@@ -267,8 +271,7 @@ class Pipeline:
     def _stream(self, order: Iterable[int]) -> _WeightStream:
         return _WeightStream(order, self._put)
 
-    def _put(self, block: int) -> dict[str, jax.Array]:
-        """Starts the copy of a block's weights, once its update is done."""
+    def _wait_for_update(self, block: int) -> None:
         owners = self.store.owners(block)
         if self._updater is not None and self._updater.is_pending(owners):
             self._record("wait", block)
@@ -276,10 +279,15 @@ class Pipeline:
             self._updater.wait(owners)
             self._waited += time.perf_counter() - start
             self._record("waited", block)
+
+    def _put(self, block: int) -> dict[str, jax.Array]:
+        """Starts the copy of a block's weights, once its update is done."""
+        self._wait_for_update(block)
         mesh, tensors = self.run.mesh, self.store.blocks[block]
         with waiting(f"the copy of block {block} to the device to start"):
             weights = mesh.put_weights(tensors)
-        self._record.watch("h2d", block, None, weights, mesh.weight_bytes(tensors))
+        if nbytes := mesh.weight_bytes(tensors):
+            self._record.watch("h2d", block, None, weights, nbytes)
         return weights
 
     def _run_for(self, batches: Sequence[Batch]) -> Execution:
@@ -293,20 +301,41 @@ class Pipeline:
     def _trainable(self, block: int) -> frozenset[str]:
         return frozenset(path for path, tensor in self.store.blocks[block].items() if tensor.trainable)
 
+    def _embed(self, run, ahead, weights, batches: Sequence[Batch], placed: Sequence[Batch]) -> list[jax.Array]:
+        """Hidden states of some batches. Of a table that is not on the device only the rows that they need are sent.
+
+        The first layer's weights follow at once.
+        """
+        block, tokens = self._blocks[0], sum(batch.token_ids.size for batch in batches)
+        by_rows = self._rows.usable and tokens < block.vocab_size
+        if by_rows:
+            self._wait_for_update(0)
+        else:
+            table = self._put(0)
+        xs = []
+        for m, (batch, there) in enumerate(zip(batches, placed, strict=True)):
+            if by_rows:
+                with waiting("the copy of the embedding's rows to the device"):
+                    rows = self._rows.put(batch.token_ids)
+                self._record.watch("h2d", 0, m, rows, rows.nbytes)
+                template, operands = templates.embedding_of_rows(block, run), (rows,)
+            else:
+                template, operands = templates.embedding_forward(block, run), (table, there.token_ids)
+            weights.start()
+            ahead.admit()
+            xs.append(template(*operands))
+            ahead.dispatched(xs[m], "forward", 0)
+            self._record.watch("forward", 0, m, xs[m])
+        return xs
+
     def _forward(
-        self, run, ahead, weights, placed: Sequence[Batch], kept: Activations | None
+        self, run, ahead, weights, batches: Sequence[Batch], placed: Sequence[Batch], kept: Activations | None
     ) -> tuple[list[jax.Array], RouterStats | None]:
         """Embedding and layers: the head's inputs, one per micro-batch, and the pooled statistics of routers.
 
         Inputs that backward needs go to `kept`.
         """
-        embed, w = templates.embedding_forward(self._blocks[0], run), weights.take()
-        xs, pooled = [], None
-        for m, batch in enumerate(placed):
-            ahead.admit()
-            xs.append(embed(w, batch.token_ids))
-            ahead.dispatched(xs[m], "forward", 0)
-            self._record.watch("forward", 0, m, xs[m])
+        xs, pooled = self._embed(run, ahead, weights, batches, placed), None
         for block in range(1, self._head):
             keep = kept is not None and block >= self._lowest and self._keeps(block)
             if keep:

@@ -8,7 +8,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from megatrain_jax.config import UserError
+from megatrain_jax.host.pages import Pages
 from megatrain_jax.host.store import HostTensor, Rows
 from megatrain_jax.models.spec import Batch
 
@@ -159,6 +163,63 @@ class Mesh:
 
             return np.array(multihost_utils.process_allgather(x, tiled=True))
         return np.array(x)
+
+
+class TableRows:
+    """Copies the rows of a table that some ids name, in place of the whole table.
+
+    Args:
+      mesh: where to.
+      table: a tensor of two dimensions.
+      lock: gather them in page-locked memory.
+
+    Attributes:
+      usable: whether the rows can be had here: the table is in host memory, in one piece.
+    """
+
+    def __init__(self, mesh: Mesh, table: HostTensor, *, lock: bool):
+        self._mesh, self._table, self._lock = mesh, table, lock
+        self.usable = mesh.size == 1 and not table.resident
+        self._pages: Pages | None = None
+
+    def put(self, ids: np.ndarray) -> jax.Array:
+        """Rows ``[*ids.shape, width]``; they are on the device, and the gathering memory is free again, on return.
+
+        Raises:
+          ValueError: an id names no row.
+        """
+        height, width = self._table.shape
+        if ids.size and not 0 <= ids.min() <= ids.max() < height:
+            raise ValueError(f"token ids must be in [0, {height}), got {ids.min()} to {ids.max()}")
+        wire = self._table.wire[0]
+        raw = np.dtype(f"u{wire.itemsize}")  # NumPy lets other threads run while it moves numbers that it knows
+        table, flat = wire.view(raw).reshape(height, width), ids.reshape(-1)
+        out = self._memory(flat.size * width * wire.itemsize).view(raw).reshape(flat.size, width)
+
+        def gather(part: slice) -> None:
+            np.take(table, flat[part], axis=0, out=out[part], mode="clip")
+
+        step = max(1, -(-flat.size // _GATHERERS))
+        list(_gatherers().map(gather, (slice(i, i + step) for i in range(0, flat.size, step))))
+        rows = jax.device_put(out.view(wire.dtype).reshape(*ids.shape, width), self._mesh.sharding())
+        return rows.block_until_ready()
+
+    def _memory(self, nbytes: int) -> np.ndarray:
+        if not self._mesh.has_own_memory:
+            return np.empty(
+                nbytes, np.uint8
+            )  # not reused: the CPU backend may read it in place for as long as it likes
+        if self._pages is None or self._pages.array.size < nbytes:
+            self._pages = Pages(nbytes, lock=self._lock)
+        return self._pages.array[:nbytes]
+
+
+_GATHERERS = min(16, os.cpu_count() or 1)
+
+
+@functools.lru_cache(maxsize=1)
+def _gatherers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_GATHERERS, thread_name_prefix="megatrain-gather")
 
 
 class DeviceGradients(NamedTuple):

@@ -63,6 +63,11 @@ def dispatched(events, *what):
     return [event for event in events if event.what in what]
 
 
+def fetched(events) -> list[int]:
+    """Blocks in the order in which they were sent; the embedding's rows, one copy for a micro-batch, count once a group."""
+    return [event.block for event in dispatched(events, "h2d") if not event.micro_batch]
+
+
 CASES = [
     (1, HELD, 1),
     (2, HELD, 2),
@@ -93,9 +98,13 @@ def test_blocks_compute_layer_by_layer_and_micro_batches_within_a_block(run):
 
 def test_weights_cross_once_a_pass(run):
     layers, settings, micro_batches, events = run
-    one_group = [*range(layers + 2), *range(layers, 0, -1)]
-    expected = one_group * len(groups_of(settings, micro_batches)) * 2
-    assert [event.block for event in dispatched(events, "h2d")] == expected
+    groups = groups_of(settings, micro_batches)
+    back = [*range(layers, 0, -1)]
+    # The first layer of another group is on its way before the embedding's rows are.
+    first, other = [0, 1, *range(2, layers + 2), *back], [1, 0, *range(2, layers + 2), *back]
+    assert fetched(events) == [*first, *other * (len(groups) - 1)] * 2
+    rows = [event for event in dispatched(events, "h2d") if event.micro_batch is not None]
+    assert [event[1:3] for event in rows] == [(0, m) for size in groups for m in range(size)] * 2
 
 
 @pytest.mark.parametrize("dtype, itemsize", [("bfloat16", 2), ("float32", 4)])
@@ -108,16 +117,45 @@ def test_every_weight_crosses_twice_and_every_gradient_once(dtype, itemsize):
     updater.close()
     watcher.close()
     table, layers = spec.vocab_size * spec.hidden_size, sum(layer.num_parameters for layer in spec.layers)
+    tokens = 2 * random_batch(spec).token_ids.size
+    assert tokens < spec.vocab_size
     moved = {what: sum(e.nbytes for e in dispatched(watcher.events, what)) for what in ("h2d", "d2h")}
-    # The tied table goes to the embedding and to the head; the head's gradient of it does not leave by itself.
-    assert moved["h2d"] == itemsize * (2 * table + spec.hidden_size + 2 * layers)
+    # The tied table goes to the head, and of it the rows of the tokens to the embedding; the head's gradient of it does
+    # not leave by itself.
+    assert moved["h2d"] == itemsize * (tokens * spec.hidden_size + table + spec.hidden_size + 2 * layers)
     assert moved["d2h"] == itemsize * (table + spec.hidden_size + layers)
+
+
+def test_a_table_smaller_than_its_rows_for_a_batch_is_sent_whole():
+    """As many tokens as the table has rows: what a row is worth to one of them is no longer saved."""
+    spec = small_spec(1)
+    batch = random_batch(spec)
+    copies = -(-spec.vocab_size // batch.token_ids.size)
+    large = type(batch)(*(np.concatenate([field] * copies) for field in batch))
+    for sent, expected in ((batch, batch.token_ids.size), (large, spec.vocab_size)):
+        watcher = Watcher()
+        pipeline = Pipeline(make_model(spec, random_weights(spec)).store, execution(), record=watcher)
+        loss = pipeline.losses([sent]) / sent.loss_weights.sum()
+        watcher.close()
+        (first,) = [event for event in dispatched(watcher.events, "h2d") if event.block == 0]
+        assert first.nbytes == 4 * expected * spec.hidden_size
+        if sent is batch:
+            one = loss
+    assert loss == pytest.approx(one, rel=1e-6)
+
+
+def test_ids_outside_the_table_are_refused():
+    spec = small_spec(1)
+    batch = random_batch(spec)
+    batch.token_ids[1, 2] = spec.vocab_size
+    with pytest.raises(ValueError, match=rf"\[0, {spec.vocab_size}\), got \d+ to {spec.vocab_size}"):
+        Pipeline(make_model(spec, random_weights(spec)).store, execution()).losses([batch])
 
 
 def test_the_next_block_is_on_its_way_before_this_one_computes_and_no_other_is(run):
     *_, events = run
-    order = dispatched(events, "h2d", *COMPUTE)
-    second = [i for i, event in enumerate(order) if event.what == "h2d"][len(dispatched(events, "h2d")) // 2]
+    order = [event for event in dispatched(events, "h2d", *COMPUTE) if event.what != "h2d" or not event.micro_batch]
+    second = [i for i, event in enumerate(order) if event.what == "h2d"][len(fetched(events)) // 2]
     for step in (order[:second], order[second:]):
         arrivals, begun = 0, []
         for event in step:
@@ -214,7 +252,7 @@ def test_below_the_lowest_trainable_block_there_is_no_backward_and_nothing_froze
     assert {event.block for event in dispatched(events, "update")} == trained
     assert {event.block for event in dispatched(events, "backward")} == set(range(lowest, head))
     back = [*range(head - 1, max(lowest, 1) - 1, -1)]
-    assert [event.block for event in dispatched(events, "h2d")] == [*range(head + 1), *back] * 2
+    assert fetched(events) == [*range(head + 1), *back] * 2
 
 
 def within(seconds: float, call):

@@ -31,5 +31,16 @@ def cache_folder(tmp_path_factory):
 
 
 @pytest.fixture
+def optimized_xla():
+    """What is compiled is compiled as for a user, for tests of the last bits."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    jax.clear_caches()
+
+
+@pytest.fixture
 def spec() -> ModelSpec:
     return small_spec()

@@ -143,15 +143,22 @@ def _make_kernel(optimizer: OptimizerConfig, strength: float, schedule: optax.Sc
     """The fused kernel with the arguments that `make_transformation` would give optax."""
     from megatrain_jax.host import fused
 
-    @functools.lru_cache(maxsize=4)
-    def rate(count: int) -> float:
-        with jax.default_device(cpu_device()):
-            return float(schedule(count))
-
     defaults = inspect.signature(getattr(optax, optimizer.type)).parameters
     given = {key: defaults[key].default for key in ("b1", "b2", "eps") if key in defaults} | _settings(optimizer)
+
+    # Jitted, as optax is on the plain layout: op by op the last bits would be others.
+    @jax.jit
+    def compute(count):
+        correct = lambda b: optax.tree.bias_correction(jnp.float32(1), given.get(b, 0.0), count + 1)  # noqa: E731
+        return schedule(count), correct("b1"), correct("b2")
+
+    @functools.lru_cache(maxsize=4)
+    def scalars(count: int) -> list[float]:
+        with jax.default_device(cpu_device()):
+            return [float(x) for x in compute(count)]
+
     decay = "decoupled_decay" if optimizer.type in _DECOUPLED_DECAY else "added_decay"
-    return fused.make_kernel(optimizer.type, rate, **given, **{decay: strength})
+    return fused.make_kernel(optimizer.type, scalars, **given, **{decay: strength})
 
 
 def make_rule(

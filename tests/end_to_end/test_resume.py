@@ -158,26 +158,20 @@ def test_a_run_goes_on_with_other_blocks_on_the_device(project, there, here):
     assert_same_training(whole, out, 6)
 
 
+@pytest.mark.usefixtures("optimized_xla")
 @pytest.mark.parametrize("there, here", [("optax", "fused"), ("fused", "optax")])
-def test_a_run_goes_on_with_another_layout_of_the_host(project, there, here):
-    """A step from states whose weights both layouts round alike; where a master is halfway, one rounds up, one to even."""
+def test_a_run_goes_on_with_another_layout_of_the_host_bit_for_bit(project, there, here):
     pytest.importorskip("numba")
-    sections = {"model": {"dtype": "bfloat16"}, "checkpoint": {"save_steps": 1}}
+    sections = {
+        "model": {"dtype": "bfloat16"},
+        "training": {"num_steps": 40, "lr_scheduler_type": "cosine", "warmup_steps": 5},
+        "checkpoint": {"save_steps": 20},
+    }
     whole = project.folder / "whole"
     mt.Trainer(project.config(whole.name, optimizer={"backend": there}, **sections)).fit()
-
-    def alike(point):
-        state = saved_state(whole / f"checkpoint-{point}")
-        return not any(
-            ((a.view(np.uint32) & 0xFFFF) == 0x8000).any() for (_, key), a in state.items() if key == "master"
-        )
-
-    points = [point for point in range(1, 6) if alike(point)]
-    assert points
-    for point in points[:2]:
-        out = from_checkpoint(whole, point, project.folder / f"from-{point}")
-        mt.Trainer(project.config(out.name, optimizer={"backend": here}, **sections)).fit()
-        assert_same_training(whole, out, point + 1)
+    out = from_checkpoint(whole, 20, project.folder / "out")
+    mt.Trainer(project.config(out.name, optimizer={"backend": here}, **sections)).fit()
+    assert_same_end(whole, out, 40)
 
 
 def test_a_finished_run_is_left_as_it_is(project):

@@ -27,7 +27,7 @@ for locator in vars(caching).values():
 import numpy as np
 from megatrain_jax.host import fused
 
-kernel = fused.make_kernel("sgd", lambda step: 0.5)
+kernel = fused.make_kernel("sgd", lambda step: (0.5, 1, 1))
 hi, lo = np.full(3, 0x3F80, np.uint16), np.zeros(3, np.int16)
 kernel(hi, lo, [np.zeros(3, np.float32)], np.ones(3, np.float32), 1.0, 0)
 print(fused._OPTIONS["cache"], (hi.astype(np.uint32) << 16).view(np.float32))

@@ -163,19 +163,71 @@ def test_every_update_is_in_place_and_leaves_the_rounded_master_on_the_wire(monk
             np.testing.assert_array_equal(wire_of(tensor), rounded(tensor.read(), wire))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "sgd"])
-def test_the_split_layout_updates_as_the_plain_one_does(kind):
-    plain, split = make_store(), make_store(layout="split", rows=3)
-    one, other = host_optimizer(plain, type=kind), host_optimizer(split, type=kind)
-    for step in range(5):
-        run_steps(plain, one, [step], BFLOAT16)
-        run_steps(split, other, [step], BFLOAT16)
+def ordinary(rng, shape) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def any_finite(rng, shape) -> np.ndarray:
+    """Every exponent, subnormal numbers too."""
+    values = rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(np.float32)
+    return np.where(np.isfinite(values), values, np.float32(1))
+
+
+def bits_of(values: np.ndarray) -> tuple[bytes, bytes]:
+    """Of the numbers, and where they are: one NaN is like another."""
+    number = values == values
+    return values[number].tobytes(), number.tobytes()
+
+
+def assert_same_bits(plain, split) -> None:
     for name, tensor in split.tensors.items():
-        expected, got = state_arrays(plain.tensors[name]), state_arrays(tensor)
+        expected = state_arrays(plain.tensors[name]) | {"wire": wire_of(plain.tensors[name])}
+        got = state_arrays(tensor) | {"wire": wire_of(tensor)}
         assert set(got) == set(expected)
         for key, value in expected.items():
-            np.testing.assert_allclose(got[key], value, rtol=1e-6, atol=5e-7, err_msg=key)
-        np.testing.assert_array_equal(wire_of(tensor), nearest_bfloat16(tensor.read()))
+            assert bits_of(got[key]) == bits_of(value), (name, key)
+
+
+@pytest.mark.usefixtures("optimized_xla")
+@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "sgd"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.float32], ids=["bfloat16", "float32"])
+def test_the_kernels_are_optax_bit_for_bit(kind, dtype):
+    """Weights with weight decay and without, whatever their values and those of the gradients."""
+    shapes = [{"weight": (171, 601)}, {}, {"norm.weight": (1021,)}]
+    for draw, steps in ((ordinary, 20), (any_finite, 4)):
+        plain, split = make_store(shapes), make_store(shapes, layout="split", rows=3)
+        rng = np.random.default_rng(1)
+        for name, tensor in plain.tensors.items():
+            value = draw(rng, tensor.shape)
+            tensor.assign(value)
+            split.tensors[name].assign(value)
+        hosts = host_optimizer(plain, type=kind, backend="optax"), host_optimizer(split, type=kind)
+        for _ in range(steps):
+            for name, tensor in plain.tensors.items():
+                with np.errstate(over="ignore"):
+                    grad = draw(rng, tensor.shape).astype(dtype)
+                for store, host in zip((plain, split), hosts, strict=True):
+                    host.update(store.tensors[name], rows_of(store.tensors[name], grad), 0.37)
+        assert_same_bits(plain, split)
+
+
+@pytest.mark.usefixtures("optimized_xla")
+@pytest.mark.parametrize(
+    "kind, warmup",
+    [("constant", 7), ("linear", 0), ("cosine", 7), ("cosine_with_min_lr", 0), ("wsd", 7), ("inverse_sqrt", 7)],
+)
+def test_the_kernels_take_the_rate_and_the_corrections_that_optax_takes(kind, warmup):
+    plain, split = make_store(), make_store(layout="split")
+    config = TrainingConfig(learning_rate=3e-4, lr_scheduler_type=kind, warmup_steps=warmup, weight_decay=0.1)
+    hosts = [HostOptimizer(store, OptimizerConfig(), config, 40) for store in (plain, split)]
+    for count in (*range(40), 99, 1_000, 12_345, 1_000_000):
+        for store, host in zip((plain, split), hosts, strict=True):
+            counts = [a for t in store.tensors.values() for a in t.state().values() if a.dtype == np.int32]
+            assert len(counts) == 2 * 2
+            for array in counts:
+                array.write(0, np.int32([count]))
+            run_steps(store, host, [count], BFLOAT16)
+        assert_same_bits(plain, split)
 
 
 def test_state_that_moved_is_an_error():

@@ -54,17 +54,19 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "bfloat16", max_shard_si
     from megatrain_jax.models.config_keys import fp8_block
     from megatrain_jax.models.families import read_config, spec_from_config
 
-    content = manifest.read(checkpoint)
-    manifest.check_files(checkpoint, content["files"])
-    source = checkpoint / state.MODEL_FOLDER
-    config = read_config(source, {})
-    spec = spec_from_config(config)
-    frozen = _frozen_reader(content["run"], spec, fp8_block(config))
-
     def read(name: str) -> np.ndarray:
         return state.read_master(checkpoint, content, name) if name in content["tensors"] else frozen(name)
 
-    model.write(out, spec, read, config, source, dtype=dtype, max_shard_size=max_shard_size)
+    try:
+        content = manifest.read(checkpoint)
+        manifest.check_files(checkpoint, content["files"])
+        source = checkpoint / state.MODEL_FOLDER
+        config = read_config(source, {})
+        spec = spec_from_config(config)
+        frozen = _frozen_reader(content["run"], spec, fp8_block(config))
+        model.write(out, spec, read, config, source, dtype=dtype, max_shard_size=max_shard_size)
+    except manifest.DamagedError as error:
+        raise UserError(f"{error.finding}; give another folder checkpoint-N") from error
 
 
 def _frozen_reader(

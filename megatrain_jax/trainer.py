@@ -319,7 +319,7 @@ class Trainer:
         progress.message(f"saved      {folder}, for transformers")
         return folder
 
-    def _find_checkpoints(self, prepared: Preparation) -> tuple[list[Path], dict[Path, UserError]]:
+    def _find_checkpoints(self, prepared: Preparation) -> tuple[list[Path], dict[Path, state.DamagedError]]:
         """The checkpoint to go on from and those to take if it is damaged; and, with why, damaged ones after it.
 
         What is left must lead to one history: no later checkpoint may stand there.
@@ -370,7 +370,7 @@ class Trainer:
                 damaged[folder] = error
                 continue
             for path, error in damaged.items():
-                notes.append(f"damaged    {error}; it is now '{state.set_aside(path).name}'")
+                notes.append(f"damaged    {error.finding}; it is now '{state.set_aside(path).name}'")
             at = Position(**run["position"])
             return at, [*notes, f"resumed    from {folder.name}, step {at.step}"]
         if damaged:

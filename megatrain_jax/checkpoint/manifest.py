@@ -20,11 +20,19 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "tensorstore")
 
 
 class DamagedError(UserError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint is not as it was written.
+
+    Attributes:
+      finding: the message without what to do.
+    """
+
+    def __init__(self, finding: str, remedy: str):
+        super().__init__(f"{KEY}: {finding}; {remedy}")
+        self.finding = finding
 
 
 def damaged(folder: Path, what: str) -> DamagedError:
-    return DamagedError(f"{KEY}: '{folder}' is damaged: {what}; delete it to resume from an older one")
+    return DamagedError(f"'{folder}' is damaged: {what}", "delete it to resume from an older one")
 
 
 def write(folder: Path, body: Mapping[str, Any]) -> None:
@@ -44,8 +52,8 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        hint = "give a folder checkpoint-N, auto or none"
-        raise DamagedError(f"{KEY}: '{folder}' is not a whole checkpoint: it has no {NAME}; {hint}") from None
+        finding = f"'{folder}' is not a whole checkpoint: it has no {NAME}"
+        raise DamagedError(finding, "give a folder checkpoint-N, auto or none") from None
     except (OSError, ValueError) as error:
         raise damaged(folder, f"{NAME} cannot be read ({error})") from None
     try:

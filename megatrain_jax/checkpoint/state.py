@@ -242,7 +242,7 @@ def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder.parent).free
     if free < needed:
         raise UserError(
-            f"cannot save the checkpoint '{folder}': {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free; free space "
+            f"cannot save the checkpoint '{folder}': {needed / 1e9:.3g} GB needed, {free / 1e9:.3g} GB free; free space "
             "there and resume"
         )
 

@@ -216,7 +216,9 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
     size = sum(array.nbytes for array in arrays(store).values())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(state.shutil, "disk_usage", lambda path: usage._replace(free=size))  # no room for the CRCs
-    with pytest.raises(UserError, match=r"checkpoint-2': \d+\.\d\d GB needed, .* GB free; free space there and resume"):
+    with pytest.raises(
+        UserError, match=r"checkpoint-2': \S*[1-9]\S* GB needed, \S*[1-9]\S* GB free; free space there and resume"
+    ):
         state.save(tmp_path / "checkpoint-2", store, {})
     assert list(tmp_path.iterdir()) == []
 

@@ -91,6 +91,9 @@ def settle_environment(config: Config) -> None:
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(pinned_pool_gib(config)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
+    if config.model.device == "all":
+        # One process with several GPUs hangs if the driver synchronises between the launches of a collective.
+        settings["NCCL_LAUNCH_MODE"] = "GROUP"
     if config.model.device == "cpu":
         settings["JAX_PLATFORMS"] = "cpu"
     elif os.path.exists("/proc/driver/nvidia/version"):

@@ -77,20 +77,26 @@ Sink = Callable[[int, HostGradients | DeviceGradients], None]
 
 
 class _RunAhead:
-    """Keeps the dispatching thread at most `RUN_AHEAD` calls ahead of the device."""
+    """Keeps the dispatching thread at most `limit` calls ahead of the device; with 0 it waits for each."""
 
-    def __init__(self):
+    def __init__(self, limit: int):
+        self._limit = limit
         self._markers: collections.deque = collections.deque()
 
     def admit(self) -> None:
         """Call before a dispatch."""
-        while len(self._markers) >= RUN_AHEAD:
-            marker, what, block = self._markers.popleft()
-            with waiting(f"the device to finish the {what} of block {block}"):
-                jax.block_until_ready(marker)
+        while len(self._markers) >= max(self._limit, 1):
+            self._wait()
 
     def dispatched(self, marker: jax.Array, what: str, block: int) -> None:
         self._markers.append((marker, what, block))
+        if not self._limit:
+            self._wait()
+
+    def _wait(self) -> None:
+        marker, what, block = self._markers.popleft()
+        with waiting(f"the device to finish the {what} of block {block}"):
+            jax.block_until_ready(marker)
 
 
 class _WeightStream:
@@ -149,19 +155,20 @@ class Pipeline:
         self._lowest = min(trainable, default=self._head)
         self._waited = 0.0
         self._forward_end: concurrent.futures.Future[float] | None = None
+        self._seen: set = set()  # what was called before, and so is compiled
 
     # ------------------------------------------------------------------ forward only
 
     def logits(self, batch: Batch) -> jax.Array:
         """Logits of a batch of NumPy arrays, float32 ``[batch, seq, vocab]`` on the devices (rows may be padded)."""
-        run, ahead = self._run_for([batch]), _RunAhead()
+        run, ahead = self._start("logits", [batch])
         weights = self._stream(range(1, self._head + 1))
         (x,), _ = self._forward(run, ahead, weights, [batch], [run.mesh.put_batch(batch)], None)
         return templates.head_logits(self._blocks[self._head], run)(weights.take(), x)
 
     def losses(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the next-token losses of some batches of equal shape, which go through a block together."""
-        run, ahead = self._run_for(batches), _RunAhead()
+        run, ahead = self._start("losses", batches)
         weights = self._stream(range(1, self._head + 1))
         placed = [run.mesh.put_batch(batch) for batch in batches]
         xs, _ = self._forward(run, ahead, weights, batches, placed, None)
@@ -189,7 +196,7 @@ class Pipeline:
         back = range(self._head - 1, max(self._lowest, 1) - 1, -1)
         again = [block for block in back if not self._keeps(block)]
         weights = self._stream([i for _ in groups for i in (*there, *again)])
-        run, ahead = self._run_for(micro_batches), _RunAhead()
+        run, ahead = self._start("gradients", micro_batches)
         losses, sumsq, balance = [], np.float32(0), None
         if self.store.spec.router_aux_loss_coef and len(groups) > 1:
             raise ValueError(
@@ -290,9 +297,16 @@ class Pipeline:
             self._record.watch("h2d", block, None, weights, nbytes)
         return weights
 
-    def _run_for(self, batches: Sequence[Batch]) -> Execution:
+    def _start(self, what: str, batches: Sequence[Batch]) -> tuple[Execution, _RunAhead]:
+        """What the templates of a pass share, and how far it may run ahead of the devices."""
         plain = all(has_plain_rows(batch) for batch in batches)
-        return dataclasses.replace(self.run, attention=dataclasses.replace(self.run.attention, segments=not plain))
+        run = dataclasses.replace(self.run, attention=dataclasses.replace(self.run.attention, segments=not plain))
+        # On several GPUs of one process nothing may be compiled, nor pinned memory be allocated, while they exchange
+        # data: the driver can then wait for one that waits for another. The first pass of a kind does both.
+        key = what, run.attention, tuple(np.shape(batch.token_ids) for batch in batches)
+        new = self.run.mesh.size > 1 and key not in self._seen
+        self._seen.add(key)
+        return run, _RunAhead(0 if new else RUN_AHEAD)
 
     def _keeps(self, block: int) -> bool:
         """Whether a layer keeps its intermediates; the last ones do, because their backward comes first."""

@@ -88,6 +88,38 @@ def training_steps(steps: str, repeats: str) -> None:
         print("repeat", repeat, "ended", flush=True)
 
 
+def first_passes() -> None:
+    """Of each kind one that is awaited call by call, because it compiles; then others, which run ahead."""
+    from megatrain_jax.stream import pipeline as module
+
+    spec, most, ahead = small_spec(2), module.RUN_AHEAD, []
+
+    class Watcher(module._RunAhead):
+        def dispatched(self, marker, what, block):
+            super().dispatched(marker, what, block)
+            ahead.append(len(self._markers))
+
+    module._RunAhead = Watcher
+    pipeline = module.Pipeline(
+        make_model(spec, random_weights(spec), execution(devices=jax.device_count())).store,
+        execution(devices=jax.device_count()),
+    )
+    gradients = lambda **shape: pipeline.gradients([random_batch(spec, **shape)], lambda *_: None)  # noqa: E731
+    losses = lambda: pipeline.losses([random_batch(spec)])  # noqa: E731
+    for call, new in [
+        (gradients, True),
+        (gradients, False),
+        (losses, True),
+        (losses, False),
+        (lambda: gradients(rows=8), True),
+        (lambda: gradients(packed=True), True),
+        (gradients, False),
+    ]:
+        ahead.clear()
+        call()
+        assert max(ahead) == (0 if new else most), (new, ahead)
+
+
 def run(config: str, out: str) -> None:
     """A run of a configuration file; `model.device` has no word for several CPUs."""
     import megatrain_jax as mt

@@ -63,7 +63,8 @@ def supervise(
         return [_sample(list(record.token_ids), supervised)]
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     if isinstance(record, Text):
-        ids = [*tokenizer.prefix, *tokenizer.encode(record.text), *eos] if record.text else []
+        around = tokenizer.prefix if record.begins else (), eos if record.ends else ()
+        ids = [*around[0], *tokenizer.encode(record.text), *around[1]] if record.text else []
         return [_sample(ids, np.ones(len(ids), bool))]
     if isinstance(record, Completion):
         if tokenizer.chat_template is None:

@@ -22,6 +22,7 @@ import tokenizers
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import cache, packing, sources, workers
+from megatrain_jax.data.records import Record, Unreadable, size
 from megatrain_jax.data.samples import Made, make_samples
 from megatrain_jax.data.tokenizer import Tokenizer, with_chat_template
 
@@ -35,6 +36,7 @@ _HASHED = 1 << 22  # elements read from the disk at once
 _IN_THIS_PROCESS = 256  # records; starting workers takes as long as some of these
 _SAY_EVERY = 10.0  # seconds
 _CHUNK = 32  # records that go to a worker at a time
+_AT_ONCE = 1 << 21  # characters of records after which no more go with them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,13 +208,16 @@ def make_all(config: Any, tokenizer: Tokenizer, vocab_size: int, path: Any, key:
     if config.packing == "wrapped":  # no sample is too long for rows that it may go on in
         config = dataclasses.replace(config, max_seq_len=sys.maxsize)
     make = functools.partial(_make_some, tokenizer=tokenizer, config=config, vocab_size=vocab_size)
-    first = list(itertools.islice(records, _IN_THIS_PROCESS))
-    yield from make(first)
-    if len(first) == _IN_THIS_PROCESS:
-        chunks = workers.chunked(records, _CHUNK)
+    yield from make(next(_chunks(records, _IN_THIS_PROCESS), []))
+    if (more := next(records, None)) is not None:
+        chunks = _chunks(itertools.chain([more], records), _CHUNK)
         with contextlib.closing(workers.ordered_map(make, chunks, worker_count(config.num_workers))) as made:
             for some in made:
                 yield from some
+
+
+def _chunks(records: Iterator[tuple[str, Record | Unreadable]], count: int) -> Iterator[list]:
+    return workers.chunked(records, count, lambda item: size(item[1]), _AT_ONCE)
 
 
 def _make_some(records: list, tokenizer: Tokenizer, config: Any, vocab_size: int) -> list[tuple[str, Made]]:

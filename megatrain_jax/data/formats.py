@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain_jax.data.files import parse_json
+from megatrain_jax.data.json_rows import parse_json
 from megatrain_jax.data.records import BadRecord, Completion, Conversation, Record, Text, Tokens, check_text, kind
 
 ROLES = {

@@ -43,11 +43,17 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A document to be learnt as a whole."""
+    """A document to be learnt as a whole, or a piece of one.
+
+    Attributes:
+      begins, ends: whether the document does so with this text.
+    """
 
     where: str
     text: str
     times: int = 1
+    begins: bool = True
+    ends: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +67,15 @@ class Tokens:
 
 
 Record = Conversation | Completion | Text | Tokens
+
+
+def size(record: Record | Unreadable) -> int:
+    """About how many characters it has, by which one can tell what is a lot."""
+    if isinstance(record, Conversation):
+        return sum(len(message["content"]) for message in record.messages)
+    if isinstance(record, Completion):
+        return len(record.prompt) + len(record.completion)
+    return len(record.text) if isinstance(record, Text) else len(getattr(record, "token_ids", ()))
 
 
 def weighted(record: Record, times: int) -> Record:

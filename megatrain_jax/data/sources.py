@@ -111,7 +111,7 @@ def _records(source: SourceConfig, config: Any, key: str) -> Iterator[tuple[str,
     for file in files.expand(source.path, key, source.split):
         spelling = Spelling(form, *fields, columns, tags)
         if files.kind(file) == ".txt":
-            yield _document(file, form, config.on_bad_record)
+            yield from _document(file, form, config.on_bad_record)
             continue
         for line, row in files.rows(file):
             where = f"{file}:{line}"
@@ -126,13 +126,20 @@ def _records(source: SourceConfig, config: Any, key: str) -> Iterator[tuple[str,
                 yield "", Unreadable(where, error.reason)
 
 
-def _document(file: pathlib.Path, form: str, on_bad_record: str) -> tuple[str, Record | Unreadable]:
+def _document(file: pathlib.Path, form: str, on_bad_record: str) -> Iterator[tuple[str, Record | Unreadable]]:
     if form not in ("auto", "text"):
         raise UserError(f"dataset.format: '{file}' is plain text, not '{form}'; use 'auto' or 'text'")
-    where = f"{file}:1"
-    try:
-        return "text", Text(where, check_text(files.read_text(file), where, "the file"))
-    except BadRecord as error:
-        if on_bad_record == "error":
-            raise
-        return "", Unreadable(where, error.reason)
+    begins, where = True, f"{file}:1"
+    pieces = files.pieces(file)
+    while True:
+        try:
+            line, text, goes_on = next(pieces, (0, "", None))
+            if goes_on is None:
+                return
+            where = f"{file}:{line}"
+            yield "text", Text(where, check_text(text, where, "the file"), begins=begins, ends=not goes_on)
+        except BadRecord as error:
+            if on_bad_record == "error":
+                raise
+            yield "", Unreadable(error.where, error.reason)
+        begins = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import pickle
@@ -71,10 +70,16 @@ def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) ->
             yield ahead.popleft().result()
 
 
-def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Consecutive items in lists of `size`, the last one shorter."""
-    items = iter(items)
-    while chunk := list(itertools.islice(items, size)):
+def chunked(items: Iterable[T], count: int, size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Consecutive items in lists of at most `count`, each closed by the item with which its size reaches `most`."""
+    chunk, held = [], 0
+    for item in items:
+        chunk.append(item)
+        held += size(item)
+        if len(chunk) == count or held >= most:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
         yield chunk
 
 

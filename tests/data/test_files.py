@@ -9,7 +9,7 @@ import json
 import pytest
 
 from megatrain_jax.config import UserError
-from megatrain_jax.data import files
+from megatrain_jax.data import files, streams
 from megatrain_jax.data.records import BadRecord
 
 ROWS = [{"text": f'row {i}, "quoted"\n\u2028 caf\u00e9 \U0001f600', "more": ["", "x"][i % 2]} for i in range(400)]
@@ -155,10 +155,42 @@ def test_splits_of_a_folder_do_not_mix(tmp_path):
 def test_what_needs_a_package_says_which(tmp_path, monkeypatch, name, package):
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    read = files.pieces if ".txt" in name else files.rows
     with pytest.raises(UserError, match=f"files need {package}: pip install {package}"):
-        list(files.rows(tmp_path / name))
+        list(read(tmp_path / name))
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match=r"none\.jsonl: cannot be read \(No such file"):
         list(files.rows(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
+@pytest.mark.parametrize(
+    "text",
+    ["", "short\n", "one\ntwo three\n\nfour five six seven\n" * 9, "no blank" * 20, "\n" * 50, "\u00e9 \u6f22\n" * 30],
+)
+def test_pieces_of_a_text_are_the_text(tmp_path, monkeypatch, text, chunk):
+    monkeypatch.setattr(files, "PIECE", 16)
+    monkeypatch.setattr(streams, "_CHUNK", chunk)
+    file = tmp_path / "a.txt"
+    file.write_bytes(text.encode())
+    found = list(files.pieces(file))
+    assert "".join(piece for _, piece, _ in found) == text
+    assert [more for _, _, more in found] == [True] * (len(found) - 1) + [False]
+    before = ""
+    for line, piece, more in found:
+        assert line == before.count("\n") + 1 and (0 < len(piece) <= 16 or not text)
+        assert (
+            not more or piece.endswith("\n") or "\n" not in piece[1:] and (piece.endswith(" ") or " " not in piece[1:])
+        )
+        before += piece
+
+
+def test_a_text_that_is_damaged_is_kept_as_far_as_it_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 16)
+    (tmp_path / "a.txt").write_bytes(b"line of text\n" * 5 + b"\xff\n")
+    pieces = files.pieces(tmp_path / "a.txt")
+    assert [next(pieces)[:2] for _ in range(4)] == [(i, "line of text\n") for i in range(1, 5)]
+    with pytest.raises(BadRecord, match=r"a\.txt:6: not UTF-8 text"):
+        list(pieces)

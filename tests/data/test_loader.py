@@ -11,7 +11,7 @@ import pytest
 
 from megatrain_jax.config import UserError
 from megatrain_jax.data import dataset as datasets
-from megatrain_jax.data import loader, samples
+from megatrain_jax.data import files, loader, samples
 
 
 def dialogue(i):
@@ -145,6 +145,40 @@ def test_long_text_fills_rows_without_a_seam(section, tokenizer, tmp_path):
     batches = [stream.step(n)[0] for n in range(stream.steps_per_epoch)]
     assert np.concatenate([b.token_ids[b.segment_ids > 0] for b in batches]).tolist() == tokens
     assert np.concatenate([b.targets[b.loss_weights > 0] for b in batches]).tolist() == tokens[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_very_long_text_is_tokenised_in_pieces(section, tokenizer, tmp_path, monkeypatch, workers):
+    """What opens a text comes once, what closes it too, and of every piece but the first one token is no target."""
+    monkeypatch.setattr(files, "PIECE", 100)
+    monkeypatch.setattr(datasets, "_AT_ONCE", 250)
+    prefixed = dataclasses.replace(tokenizer, prefix=(1,))
+    text = "The quick brown fox jumps over the lazy dog.\n" * 40
+    (tmp_path / "a.txt").write_text(text)
+    config = section(tmp_path, max_seq_len=8, num_workers=workers)
+    dataset = datasets.prepare(config, prefixed, seed=0, vocab_size=400)
+    pieces = [text[i : i + 90] for i in range(0, len(text), 90)]
+    expected = [tokenizer.encode(piece) for piece in pieces]
+    targets = [expected[0], *(ids[1:] for ids in expected[1:]), [tokenizer.eos_id]]
+    assert [t for _, asked in samples_of(dataset.train) for t in asked] == list(itertools.chain(*targets))
+    assert dataset.train[0].token_ids[0] == 1 and sum((sample.token_ids == 1).sum() for sample in dataset.train) == 1
+    assert dataset.train_statistics.changed == {samples.WINDOWED: len(pieces)}
+
+
+def test_a_piece_that_cannot_be_read_is_left_out(section, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 16)
+    (tmp_path / "a.txt").write_bytes(b"a line of text\nnot \0 this one\nbut this one\nand not \xff\n")
+    with pytest.raises(UserError, match=r"a\.txt:2: the file contains a NUL character"):
+        datasets.prepare(section(tmp_path), tokenizer, seed=0, vocab_size=400)
+    dataset = datasets.prepare(section(tmp_path, on_bad_record="skip"), tokenizer, seed=0, vocab_size=400)
+    assert [tokenizer.decode(sample.token_ids.tolist()) for sample in dataset.train] == [
+        "a line of text\n",
+        "but this one\n",
+    ]
+    assert dataset.train_statistics.dropped == {
+        "the file contains a NUL character": 1,
+        "not UTF-8 text": 1,
+    }
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from megatrain_jax.config import SourceConfig, UserError
-from megatrain_jax.data import sources
+from megatrain_jax.data import files, sources
 from megatrain_jax.data.records import Unreadable
 
+ROOT = Path(__file__).parents[2]
 USER, ASSISTANT = {"role": "user", "content": "Hi\nthere"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind."}
 
@@ -161,7 +167,7 @@ def test_missing_columns_of_a_format_asked_for(section, jsonl):
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [('[\n{"text": 1},\n{"text"}]', 3), ('[{"text": "a"}\n\n{"text": "b"}]', 3), ('[{"text": "a"}]\n]', 1)],
+    [('[\n{"text": 1},\n{"text"}]', 3), ('[{"text": "a"}\n\n{"text": "b"}]', 3), ('[{"text": "a"}]\n]', 2)],
 )
 def test_faults_of_an_array_are_named_with_the_line(section, tmp_path, text, line):
     file = tmp_path / "rows.json"
@@ -289,3 +295,53 @@ def test_bad_records_are_left_out_and_counted(section, jsonl, tmp_path):
 def test_formats_mixed_in_a_file_are_no_silent_batch(section, jsonl):
     with pytest.raises(UserError, match="rows.jsonl:2: format 'messages' needs the columns 'messages'; found 'text'"):
         records(section(jsonl({"messages": [USER, ASSISTANT]}, {"text": "a"})))
+
+
+MEMORY = """
+import resource, sys
+from megatrain_jax.config import DatasetConfig
+from megatrain_jax.data import dataset, sources
+from megatrain_jax.data.tokenizer import load_tokenizer
+
+path, folder, cache, how = sys.argv[1:]
+config = DatasetConfig(path, max_seq_len=2048, packing="wrapped", cache_dir=cache, num_workers=0)
+tokenizer = load_tokenizer(folder)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if how == "read":
+    count = sum(1 for _ in sources.read(config, path))
+else:
+    count = len(dataset.prepare(config, tokenizer, seed=0, vocab_size=400).train)
+print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def memory(folder, tokenizer_folder, kind, how, megabytes):
+    """Records, or samples, of a file of that size, and MiB by which the memory grows while they are read, or made."""
+    text = "The quick brown fox jumps over the lazy dog, and the answer is forty-two. " * 130
+    row = json.dumps({"text": text}) + ", " if kind == ".json" else text + "\n"
+    file, count = folder / f"{megabytes}{kind}", megabytes * 10**6 // len(row)
+    with open(file, "w", encoding="ascii") as out:
+        out.write("[" if kind == ".json" else "")
+        for _ in range(count - 1):
+            out.write(row)
+        out.write(row.rstrip(", ") + "]" if kind == ".json" else row)
+    command = [sys.executable, "-c", MEMORY, str(file), str(tokenizer_folder), str(folder / "cache"), how]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    file.unlink()
+    found, grown = map(float, done.stdout.split())
+    assert found == (count if kind == ".json" else math.ceil(count / (files.PIECE // len(row))))
+    return grown
+
+
+@pytest.mark.parametrize("kind", [".json", ".txt"])
+def test_a_file_larger_than_what_is_held(tokenizer_folder, tmp_path, kind):
+    """Of 200 MB, on a single line where it is JSON, no more is in memory than a few records or pieces."""
+    assert memory(tmp_path, tokenizer_folder, kind, "read", 200) < 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [".json", ".txt"])
+def test_samples_of_a_large_file_take_no_more_memory_than_of_a_small_one(tokenizer_folder, tmp_path, kind):
+    few, many = (memory(tmp_path, tokenizer_folder, kind, "indexed", megabytes) for megabytes in (6, 30))
+    assert many - few < 40

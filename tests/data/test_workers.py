@@ -141,5 +141,6 @@ def test_what_hangs_is_ended_with_the_map():
 
 
 def test_chunks_are_consecutive():
-    assert list(workers.chunked(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(workers.chunked([], 3)) == []
+    assert list(workers.chunked(range(7), 3, int, 100)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(workers.chunked(range(7), 3, int, 5)) == [[0, 1, 2], [3, 4], [5], [6]]
+    assert list(workers.chunked([], 3, int, 5)) == []

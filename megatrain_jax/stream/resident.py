@@ -118,7 +118,8 @@ class ResidentTensor:
                 if start + values.size == coming.size:
                     placed = self._put(coming) if elementwise else jax.device_put(coming.reshape(shape), leaf.sharding)
                     coming = np.empty(0, leaf.dtype)
-                    arrays[key] = placed if elementwise else _copy(placed)
+                    # Until it has arrived, what it comes from takes host memory, beside what is read next.
+                    arrays[key] = jax.block_until_ready(placed if elementwise else _copy(placed))
                     if len(arrays) == len(leaves):
                         self._params, *state = (arrays[key] for key, *_ in leaves)
                         self._state = jax.tree.unflatten(jax.tree.structure(self._state), state)

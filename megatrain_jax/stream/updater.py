@@ -103,7 +103,8 @@ class Updater:
 
     def update_resident(self, block: int, grads: DeviceGradients, scale: float) -> None:
         """Starts the update of a block that lives on the device, which it skips itself if a gradient is not finite."""
-        self._store.holds.wait(block)
+        with waiting(f"block {block} to be written to the checkpoint"):
+            self._store.holds.wait(block)
         owned = self._store.owned(block)
         rules = [self._optimizer.rule(tensor) for tensor in owned.values()]
         arrays = [grads.arrays[path] for path in owned]

@@ -73,6 +73,16 @@ def test_weights_are_shown_where_they_are_not_1(project, capsys):
     assert int(told[0][0]) == int(told[1][0]) == 2 * int(told[2][0])
 
 
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_shows_colours_unless_told_not_to(project, capsys, monkeypatch, no_color):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1") if no_color else monkeypatch.delenv("NO_COLOR", raising=False)
+    out = show(project, capsys)
+    marked = re.findall(r"\{\+(.*?)\+\}" if no_color else r"\x1b\[32m(.*?)\x1b\[0m", out.partition("---")[2], re.S)
+    assert len(marked) == 3 and all(text.endswith("<|im_end|>") for text in marked)
+    assert ("\x1b" in out) == (not no_color)
+
+
 def test_what_cannot_be_indexed_is_looked_at_in_part(project, capsys, monkeypatch):
     monkeypatch.setattr(preview, "STREAMED", 2)
     out = show(project, capsys, "dataset.streaming=true", "training.num_steps=1")

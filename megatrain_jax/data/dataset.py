@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def _tokenised(
 ) -> cache.Cache:
     """The samples of all records at `path`, from the cache if they are there."""
     files = sources.expand(path, key)
-    before = [_state(file) for file in files]
+    before = states(files)
     follows_from = (
         _code(),
         {name: value for name, value in dataclasses.asdict(config).items() if name not in _NOT_IN_KEY},
@@ -187,9 +187,7 @@ def _tokenised(
                 if say is not None and time.monotonic() - said >= _SAY_EVERY:
                     say(f"data       tokenised {samples:,} samples, {tokens:,} tokens so far")
                     said = time.monotonic()
-        for file, state in zip(files, before):
-            if _state(file) != state:
-                raise UserError(f"{file}: changed while it was read; start again when nothing writes to it")
+        check_unchanged(files, before)
         if not samples:
             raise UserError(_nothing(key, path, dropped, config.train_on))
         return {"format": "+".join(forms), "changed": dict(changed), "dropped": dict(dropped)}
@@ -247,9 +245,16 @@ def _code() -> dict[str, str]:
     return {"files": cache.hash_files(files), "tokenizers": tokenizers.__version__, "jinja2": jinja2.__version__}
 
 
-def _state(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
+def states(files: Sequence[Path]) -> list[tuple[int, int]]:
+    """By which a file can be seen to have changed."""
+    return [(found.st_size, found.st_mtime_ns) for found in map(os.stat, files)]
+
+
+def check_unchanged(files: Sequence[Path], before: Sequence[tuple[int, int]]) -> None:
+    """Raises a UserError about the first of `files` whose state is no longer what it was."""
+    for file, state, now in zip(files, before, states(files), strict=True):
+        if now != state:
+            raise UserError(f"{file}: changed while it was read; start again when nothing writes to it")
 
 
 def _split(everything: cache.Cache, val_size: float, seed: int) -> tuple[cache.Samples, cache.Samples]:

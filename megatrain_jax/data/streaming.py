@@ -13,14 +13,14 @@ import numpy as np
 from megatrain_jax.config import UserError
 from megatrain_jax.data import packing, sources
 from megatrain_jax.data.chat import Sample
-from megatrain_jax.data.dataset import make_all
+from megatrain_jax.data.dataset import check_unchanged, make_all, states
 from megatrain_jax.data.loader import made_ahead
 from megatrain_jax.data.tokenizer import Tokenizer
 from megatrain_jax.models.spec import Batch
 
 
 class StreamLoader:
-    """An endless stream of steps over files that are read again for every epoch.
+    """An endless stream of steps over files that are read again for every epoch, and must stay as they are.
 
     Every sample comes once per epoch. Where an epoch ends is not known before; a step may hold rows of two.
 
@@ -36,6 +36,8 @@ class StreamLoader:
     ):
         self._config, self._tokenizer, self._vocab_size = config, tokenizer, vocab_size
         self._batch_size, self._micro_batches, self._seed = batch_size, micro_batches, seed
+        self._files = sources.expand(sources.training_path(config))
+        self._states = states(self._files)
         self.changed: collections.Counter[str] = collections.Counter()
         self.dropped: collections.Counter[str] = collections.Counter()
 
@@ -85,6 +87,7 @@ class StreamLoader:
 
     def _samples(self) -> Iterator[Sample]:
         config, found = self._config, False
+        check_unchanged(self._files, self._states)
         all_made = make_all(config, self._tokenizer, self._vocab_size, sources.training_path(config), "dataset.path")
         with contextlib.closing(all_made):
             for _, made in all_made:
@@ -93,5 +96,6 @@ class StreamLoader:
                 for sample in itertools.chain(*made.units):
                     found = True
                     yield sample
+        check_unchanged(self._files, self._states)
         if not found:
             raise UserError(f"dataset.path: nothing to train on in '{sources.label(sources.training_path(config))}'")

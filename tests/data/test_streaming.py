@@ -104,6 +104,18 @@ def test_a_step_is_the_same_however_it_is_reached(section, jsonl, tokenizer, mon
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
+@pytest.mark.parametrize("when", ["while it is read", "between two epochs"])
+def test_a_file_that_changes_ends_the_stream(section, jsonl, tokenizer, when):
+    """Its samples would be others, and the order of a run that resumes another."""
+    config = section(jsonl(*map(dialogue, range(20))), buffer_size=2)
+    rows = loader_of(config, tokenizer)._rows()
+    list(itertools.islice(rows, 3 if when == "while it is read" else 20))
+    with open(config.path, "a", encoding="utf-8") as file:
+        file.write("\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl: changed while it was read; start again"):
+        list(itertools.islice(rows, 40))
+
+
 def test_what_is_left_out_is_counted(section, jsonl, tokenizer):
     config = section(jsonl(*map(dialogue, range(6)), {"messages": dialogue(1)["messages"][:1]}))
     stream = loader_of(config, tokenizer, batch_size=3, micro_batches=1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
+import io
 import json
+import random
 
 import pytest
 
@@ -194,3 +197,47 @@ def test_a_text_that_is_damaged_is_kept_as_far_as_it_goes(tmp_path, monkeypatch)
     assert [next(pieces)[:2] for _ in range(4)] == [(i, "line of text\n") for i in range(1, 5)]
     with pytest.raises(BadRecord, match=r"a\.txt:6: not UTF-8 text"):
         list(pieces)
+
+
+def as_json(line: bytes):
+    try:
+        return json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_table(data: bytes):
+    """Rows up to the first fault that ends a table, those with too few or too many cells as None."""
+    found = []
+    with contextlib.suppress(csv.Error, UnicodeDecodeError):
+        reader = csv.reader((line.decode() for line in io.BytesIO(data)), strict=True)
+        header = next(reader, [])
+        if len(set(header)) < len(header) or not all(header):
+            return []
+        for cells in filter(None, reader):
+            found.append(dict(zip(header, cells)) if len(cells) == len(header) else None)
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_damaged_bytes_of_a_text_file_are_faults_or_what_is_read(tmp_path, name):
+    """What the standard library reads in the damaged file is read, and where it reads nothing there is a fault."""
+    rng, file = random.Random(0), write(tmp_path, name)
+    lines, faults = file.read_bytes().splitlines(keepends=True)[:12], 0
+    for _ in range(1000):
+        data = bytearray(b"".join(lines))
+        for _ in range(rng.choice([1, 1, 3])):
+            place = rng.randrange(len(data))
+            data[place : place + rng.choice([0, 1, 1, 9])] = rng.choice(
+                [b"", b'"', b",", b"\n", b"\xc3", b"\0", b"{", b"\\", b"1"]
+            )
+        file.write_bytes(data)
+        found = [None if isinstance(row, BadRecord) else row for _, row in files.rows(file)]
+        if name == "a.csv":
+            expected = as_table(bytes(data))
+            assert found in (expected, [*expected, None])
+        else:
+            expected = [as_json(line) for line in bytes(data).split(b"\n") if line.strip()]
+            assert found == expected
+        faults += None in found
+    assert 100 < faults < 1000

@@ -49,6 +49,6 @@ def test_updates_leave_two_cores_to_those_who_dispatch(monkeypatch, cores):
     monkeypatch.setattr(fused.os, "cpu_count", lambda: 64)
     monkeypatch.setattr(fused.config, "NUMBA_NUM_THREADS", 16)
     monkeypatch.setattr(fused, "set_num_threads", asked.append)
-    kernel = fused.make_kernel("sgd", lambda step: 0.5)
+    kernel = fused.make_kernel("sgd", lambda step: (0.5, 1, 1))
     kernel(np.zeros(3, np.uint16), np.zeros(3, np.int16), [np.zeros(3, np.float32)], np.ones(3, np.float32), 1.0, 0)
     assert asked == [min(max(1, cores - 2), 16)]

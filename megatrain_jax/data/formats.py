@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -280,7 +279,7 @@ def _weight(turn: dict[str, Any], role: str, where: str) -> float | None:
     """What the turn says its tokens weigh in the loss: `weight` (from 0), or `train` (true is 1, false is 0)."""
     weight, train = turn.get("weight"), turn.get("train")
     if weight is not None and not _is_weight(weight):
-        raise BadRecord(where, f"'weight' must be a finite number, 0 or more ({json.dumps(weight)})")
+        raise BadRecord(where, f"'weight' must be 0 or a number from 1e-30 to 1e30 ({json.dumps(weight)})")
     if train is not None and train not in (0, 1):
         raise BadRecord(where, f"'train' must be true or false ({json.dumps(train)})")
     if weight is None and train is None:
@@ -296,16 +295,8 @@ def _weight(turn: dict[str, Any], role: str, where: str) -> float | None:
 
 
 def _is_weight(value: Any) -> bool:
-    """Whether `value` is a number that is a weight in float32 too, where 1e-60 is 0 and 1e60 is infinite."""
-    try:
-        return (
-            type(value) in (int, float)
-            and value >= 0
-            and math.isfinite(value)
-            and _SMALLEST <= (value or 1) <= _LARGEST
-        )
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
+    """Whether `value` is a weight that float32 can hold, and sums and means of it: 1e-60 would be 0, 1e60 infinite."""
+    return type(value) in (int, float) and (value == 0 or _SMALLEST <= value <= _LARGEST)
 
 
 def _tools(tools: Any, where: str) -> list[Any] | None:

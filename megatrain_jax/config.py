@@ -233,6 +233,7 @@ class MemoryConfig:
         recomputed; "auto" is as many as there is room for.
       resident_blocks: number of blocks that stay on the device with their optimizer state: embedding, head, then layers
         from the first on; "auto" is as many as pay and fit.
+      expert_groups: blocks that the experts of a layer stream in; "auto" is 1 unless only more make the layer fit.
       pin_memory: register the weights' pages with the driver, so that copies run at the link's speed.
       loss_tile: tokens whose logits exist at once.
     """
@@ -242,6 +243,7 @@ class MemoryConfig:
     offload_activations: Literal["auto"] | bool = "auto"
     keep_intermediates: Literal["auto"] | Size = "auto"
     resident_blocks: Literal["auto"] | Size = "auto"
+    expert_groups: Literal["auto"] | Count = "auto"
     pin_memory: bool = True
     loss_tile: Count = 4096
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -15,12 +16,13 @@ import numpy as np
 from megatrain_jax.checkpoint import huggingface
 from megatrain_jax.config import Config, MemoryConfig, UserError
 from megatrain_jax.host.optimizer import choose_layout
-from megatrain_jax.host.store import HostStore, HostTensor, Layout
+from megatrain_jax.host.store import HostStore, Layout
 from megatrain_jax.models.attention import AttentionOptions
 from megatrain_jax.models.blocks import model_tensors, tensor_shapes
 from megatrain_jax.models.config_keys import fp8_block
 from megatrain_jax.models.families import read_config, spec_from_config
 from megatrain_jax.models.initial import initial_value, random_source
+from megatrain_jax.models.moe import in_expert_groups
 from megatrain_jax.models.names import spellings, written_pieces
 from megatrain_jax.models.spec import Batch, ModelSpec, is_buffer
 from megatrain_jax.stream.pipeline import Pipeline
@@ -75,15 +77,17 @@ class Model:
         """
         for batch in micro_batches:
             self.check(batch)
-        grads: dict[str, np.ndarray] = {}
+        grads: dict[str, list[np.ndarray]] = collections.defaultdict(list)
 
         def sink(block: int, landing: HostGradients) -> None:
             for path, tensor in self.store.owned(block).items():
                 flat = self.run.mesh.gather(landing.arrays[path]).astype(np.float32).reshape(-1)
-                grads[tensor.name] = flat[: tensor.size].reshape(tensor.shape)
+                grads[tensor.name].append(flat[: tensor.size].reshape(tensor.shape))
 
         loss, _, _ = Pipeline(self.store, self.run).gradients(micro_batches, sink)
-        return self.run.mesh.scalar(loss), grads
+        # Of a tensor that lies in several blocks the last part comes first.
+        whole = {name: parts[0] if len(parts) == 1 else np.concatenate(parts[::-1]) for name, parts in grads.items()}
+        return self.run.mesh.scalar(loss), whole
 
     def check(self, batch: Batch) -> None:
         """Raises ValueError if a batch does not fit the model."""
@@ -142,7 +146,7 @@ def load(
       attention: "auto", "cudnn" or "xla".
       freeze: regular expressions searched for in tensor names; what matches is not trained.
       layout: what the optimizer wants of the store; see `choose_layout`.
-      memory: `pin_memory` and `loss_tile`.
+      memory: `pin_memory`, `loss_tile`, and `expert_groups`, of which "auto" is 1 here.
       resident: numbers of the blocks that stay on the device, the embedding being 0.
       mesh: the devices, instead of `device`.
 
@@ -152,12 +156,18 @@ def load(
     if dtype not in ("bfloat16", "float32"):
         raise UserError(f"model.dtype: {dtype!r} is not supported; use bfloat16 or float32")
     config = read_config(path, config_overrides)
-    spec = spec_from_config(config)
+    spec = in_expert_groups(spec_from_config(config), 1 if memory.expert_groups == "auto" else memory.expert_groups)
     mesh = mesh or make_mesh(device)
-    shapes = [tensor_shapes(block) for block in spec.blocks]
+    by_structure = {block: tensor_shapes(block) for block in set(spec.blocks)}
+    shapes = [by_structure[block] for block in spec.blocks]
     if layout == "whole" and mesh.size > 1:
         raise UserError(
             "optimizer.type: this one needs whole tensors, which are split over several devices; use one device"
+        )
+    if layout == "whole" and spec.expert_groups > 1:
+        raise UserError(
+            f"optimizer.type: this one needs whole tensors, and experts stream in {spec.expert_groups} groups; use an "
+            "elementwise one such as adamw, or set memory.expert_groups: 1"
         )
 
     @functools.cache
@@ -194,8 +204,14 @@ def load(
     return Model(spec, make_store(), run, config, Path(path), report.notes)
 
 
-def load_for_training(config: Config, mesh: Mesh, resident: Collection[int] = ()) -> Model:
-    """The model of a configuration, on the devices of `mesh`; raises as `load`."""
+def load_for_training(
+    config: Config, mesh: Mesh, resident: Collection[int] = (), expert_groups: int | None = None
+) -> Model:
+    """The model of a configuration, on the devices of `mesh`; raises as `load`.
+
+    Args:
+      expert_groups: instead of those of the configuration.
+    """
     return load(
         config.model.name,
         dtype=config.model.dtype,
@@ -205,7 +221,7 @@ def load_for_training(config: Config, mesh: Mesh, resident: Collection[int] = ()
         attention=config.model.attn_implementation,
         freeze=config.model.freeze,
         layout=choose_layout(config.optimizer, config.model.dtype),
-        memory=config.memory,
+        memory=dataclasses.replace(config.memory, expert_groups=expert_groups or config.memory.expert_groups),
         resident=resident,
         mesh=mesh,
     )
@@ -260,11 +276,12 @@ def write(
 def initialise(store: HostStore, seed: int) -> None:
     """Sets every tensor to its `initial_value`. Reproducible by `seed`."""
 
-    def draw(number: int, tensor: HostTensor) -> None:
-        tensor.assign(initial_value(store.spec, tensor.name, tensor.shape, random_source(seed, number)))
+    def draw(number: int, name: str) -> None:
+        tensor = store.tensors[name]
+        tensor.assign(initial_value(store.spec, name, tensor.shape, random_source(seed, number)))
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(draw, *zip(*enumerate(store.tensors.values()), strict=True)))
+        list(pool.map(draw, *zip(*enumerate(model_tensors(store.spec)), strict=True)))
 
 
 def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:

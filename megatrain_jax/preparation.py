@@ -139,13 +139,13 @@ def _state_bytes(config: Config, own_memory: bool) -> float:
     )
 
 
-def resumed_plan(config: Config, prepared: Preparation, mesh: Mesh, keep_layers: int, resident_blocks: int) -> Plan:
+def resumed_plan(
+    config: Config, prepared: Preparation, mesh: Mesh, keep_layers: int, resident_blocks: int, expert_groups: int
+) -> Plan:
     """The plan of a run that continues: what is left to "auto" is as it was before, if that fits."""
-    memory, before = config.memory, {}
-    if memory.keep_intermediates == "auto":
-        before["keep_intermediates"] = keep_layers
-    if memory.resident_blocks == "auto":
-        before["resident_blocks"] = resident_blocks
+    memory = config.memory
+    before = {"keep_intermediates": keep_layers, "resident_blocks": resident_blocks, "expert_groups": expert_groups}
+    before = {key: value for key, value in before.items() if getattr(memory, key) == "auto"}
     try:
         return plan(dataclasses.replace(config, memory=dataclasses.replace(memory, **before)), prepared, mesh)
     except UserError:
@@ -253,7 +253,7 @@ def describe_plan(config: Config, prepared: Preparation, p: Plan, mesh: Mesh) ->
     where = "in host memory" if p.offload_activations else "on the device"
     whole = p.group_size == config.training.gradient_accumulation_steps
     groups = "" if whole else f", micro-batches in groups of {p.group_size}"
-    return [
+    lines = [
         f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}), device about "
         f"{p.device / GIB:.2f} GiB of {mesh.size} x {mesh.devices[0].device_kind}",
         f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
@@ -261,6 +261,12 @@ def describe_plan(config: Config, prepared: Preparation, p: Plan, mesh: Mesh) ->
         f"kernels    attention: {_attention_kernels(config, prepared.spec, mesh)}; {config.optimizer.type}: "
         f"{_optimizer_kernels(config, p)}",
     ]
+    if p.expert_groups > 1:
+        lines.append(
+            f"plan       experts of a layer stream in {p.expert_groups} groups: {p.working / GIB:.2f} GiB for work on a block, "
+            f"which would be {p.in_one_block / GIB:.2f} GiB"
+        )
+    return lines
 
 
 def _attention_kernels(config: Config, spec: ModelSpec, mesh: Mesh) -> str:
@@ -277,9 +283,10 @@ def _optimizer_kernels(config: Config, p: Plan) -> str:
 
 def identity(config: Config, prepared: Preparation) -> dict[str, Any]:
     """What a run must share with a checkpoint that it goes on from, but for frozen tensors; see `checkpoint.identity`."""
-    training = config.training
+    training, model = config.training, dataclasses.asdict(prepared.spec)
+    del model["expert_groups"]  # says nothing of what is computed
     return {
-        "model": dataclasses.asdict(prepared.spec),
+        "model": model,
         "data": fingerprint(config.dataset, prepared.dataset),
         "shuffle": config.dataset.shuffle,
         "rows_per_step": training.batch_size * training.gradient_accumulation_steps,

@@ -119,7 +119,9 @@ def pinned_pool_gib(config: Config) -> int:
     spec = spec_from_config(read_config(config.model.name, config.model.config_overrides))
     itemsize = 2 if config.model.dtype == "bfloat16" else 4
     tokens = config.training.batch_size * config.training.gradient_accumulation_steps * config.dataset.max_seq_len
-    inputs = itemsize * (len(spec.layers) + 1) * tokens * spec.hidden_size
+    # Whether experts will stream in groups, which keeps more, is not known yet unless the configuration says so.
+    grouped = dataclasses.replace(spec, expert_groups=1 if config.memory.expert_groups == 1 else 2)
+    inputs = grouped.kept_bytes(tokens, itemsize)
     offload = config.memory.offload_activations
 
     def limit(held: int) -> int:

@@ -59,6 +59,7 @@ class Position:
       unrecorded: what the meter gathered since the last record.
       keep_layers, resident_blocks: what the plan spent device memory on. A run that resumes does the same as long as it
         fits, whatever memory is free then, because the last bit of a weight can depend on it.
+      expert_groups: blocks that the experts of a layer streamed in; the same holds for it.
     """
 
     step: int = 0
@@ -68,6 +69,7 @@ class Position:
     unrecorded: dict[str, Any] = dataclasses.field(default_factory=dict)
     keep_layers: int = 0
     resident_blocks: int = 0
+    expert_groups: int = 1
 
     @property
     def skipped_steps(self) -> int:
@@ -136,15 +138,15 @@ class Trainer:
         if jax.process_count() > 1:
             raise UserError("training over several processes cannot save its state yet; use the devices of one process")
         if candidates:
-            before = state.read_run(candidates[0])["position"]
-            p = resumed_plan(config, prepared, mesh, before["keep_layers"], before["resident_blocks"])
+            before = Position(**state.read_run(candidates[0])["position"])
+            p = resumed_plan(config, prepared, mesh, before.keep_layers, before.resident_blocks, before.expert_groups)
         else:
             p = plan(config, prepared, mesh)
-        model = models.load_for_training(config, mesh, p.resident)
+        model = models.load_for_training(config, mesh, p.resident, p.expert_groups)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
         self._identity = identity(config, prepared) | {"frozen": state.frozen_hashes(model.store)}
         at, notes = self._load(candidates, damaged, model.store)
-        at.keep_layers, at.resident_blocks = p.keep_layers, len(p.resident)
+        at.keep_layers, at.resident_blocks, at.expert_groups = p.keep_layers, len(p.resident), p.expert_groups
 
         with named_errors(self._output / "config.yaml"):
             config.dump(self._output / "config.yaml")

@@ -188,7 +188,7 @@ def run(options: argparse.Namespace):
         spec = spec_from_config(read_config(folder, config.model.config_overrides))
         rows = types.SimpleNamespace(sequence_length=options.seq)
         plan = make_plan(config, types.SimpleNamespace(spec=spec, trained=spec.num_parameters, dataset=rows), mesh)
-        model = load_for_training(config, mesh, plan.resident)
+        model = load_for_training(config, mesh, plan.resident, plan.expert_groups)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
         loading = time.perf_counter() - began
         rng = np.random.default_rng(0)
@@ -206,6 +206,7 @@ def run(options: argparse.Namespace):
                 "parameters": spec.num_parameters,
                 "keep_layers": plan.keep_layers,
                 "resident_blocks": len(plan.resident),
+                "expert_groups": plan.expert_groups,
                 "offload_activations": plan.offload_activations,
                 "optimizer": options.optimizer,
                 "optimizer_layout": model.store.layout,

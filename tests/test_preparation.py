@@ -43,13 +43,13 @@ def test_a_run_that_continues_spends_memory_as_before_if_that_fits(project, monk
     config = project.config()
     prepared, mesh = preparation.prepare(config), make_mesh("cpu")
     assert preparation.plan(config, prepared, mesh).keep_layers == 2
-    assert preparation.resumed_plan(config, prepared, mesh, 1, 0).keep_layers == 1
+    assert preparation.resumed_plan(config, prepared, mesh, 1, 0, 1).keep_layers == 1
     asked = project.config(memory={"keep_intermediates": 0})
-    assert preparation.resumed_plan(asked, prepared, mesh, 1, 0).keep_layers == 0
+    assert preparation.resumed_plan(asked, prepared, mesh, 1, 0, 1).keep_layers == 0
     first = preparation.plan(asked, prepared, mesh)
     monkeypatch.setattr(preparation, "host_memory", lambda: int(first.host * 1.06))
     assert preparation.plan(config, prepared, mesh).keep_layers == 0
-    assert preparation.resumed_plan(config, prepared, mesh, 1, 0).keep_layers == 0
+    assert preparation.resumed_plan(config, prepared, mesh, 1, 0, 1).keep_layers == 0
 
 
 @pytest.mark.parametrize(

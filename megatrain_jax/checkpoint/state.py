@@ -3,7 +3,7 @@
 A checkpoint is a folder ``checkpoint-N`` with a flat array for each dtype (`tensors.py`) and ``manifest.json``
 (`manifest.py`), which says where in it each array of each tensor is. It is written beside its final name, synced, and renamed when everything is there, and renamed away
 before it is deleted, so a folder of that name is whole. Arrays do not depend on the layout of the store, on where a
-block was, or on the number of devices; any of these may differ when it is read.
+block was, on the number of devices, or on the groups that experts stream in; any of these may differ when it is read.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def save(
         _check_space(folder, sum(array.stored_bytes for array in flat.values()))
         part.mkdir(parents=True)
         writers |= {dtype: tensors.Writer(array, largest) for dtype, array in flat.items()}
-        for block in range(len(store.blocks)):
-            for tensor in store.owned(block).values():
+        for blocks, owned in store.units():
+            for tensor in owned:
                 for array in tensor.state().values():
                     start, size = 0, math.prod(array.shape)
                     while start < size:
@@ -78,7 +78,8 @@ def save(
                         piece = writers[array.dtype.name].next_piece(size - start)
                         array.read(start, piece)
                         start += piece.size
-            done_with(block)
+            for block in blocks:
+                done_with(block)
         for writer in writers.values():
             writer.flush()
         for name, data in files.items():
@@ -221,8 +222,8 @@ def frozen_hashes(store: HostStore) -> dict[str, str]:
 def _layout(store: HostStore, folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, tensors.FlatArray], int]:
     """Where everything goes: dtype, shape and offset by tensor and key; the flat arrays by dtype; bytes of the largest."""
     places, sizes, largest = {}, {}, 0
-    for block in range(len(store.blocks)):
-        for tensor in store.owned(block).values():
+    for _, owned in store.units():
+        for tensor in owned:
             places[tensor.name] = {}
             for key, array in tensor.state().items():
                 dtype, size = array.dtype.name, math.prod(array.shape)

@@ -20,6 +20,7 @@ from megatrain_jax.host.holds import Holds
 from megatrain_jax.host.layouts import ALIGN, FrozenRow, PlainRow, Row, Rule, SplitRow
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.host.rounding import BFLOAT16
+from megatrain_jax.host.stacked import StackedTensor
 from megatrain_jax.models.spec import ModelSpec, is_buffer
 
 # "chunks": optax in cache-sized chunks. "whole": optax, each tensor in one piece. "split": fused kernels.
@@ -216,7 +217,7 @@ class HostStore:
       make_resident: called as `HostTensor`.
 
     Attributes:
-      tensors: every `HostTensor` by name.
+      tensors: every `HostTensor` by name, or the `StackedTensor` of one that lies in several blocks.
       holds: blocks that may not be updated for now.
       lock_pages: as given.
       blocks: for each block, its tensors by path. A tied projection is the embedding's own tensor.
@@ -240,7 +241,7 @@ class HostStore:
         if layout == "split" and self.wire_dtype != BFLOAT16:
             raise ValueError("the split layout needs a bfloat16 wire")
         self.holds, self.lock_pages = Holds(), lock_pages
-        self.tensors: dict[str, HostTensor] = {}
+        self.tensors: dict[str, HostTensor | StackedTensor] = {}
         self.blocks: list[dict[str, HostTensor]] = []
         self._pages: list[Pages] = []
         # A float32 master in one piece can cross the link itself unless the link wants locked pages.
@@ -248,14 +249,17 @@ class HostStore:
         for block, paths in enumerate(shapes):
             members, fresh = {}, []
             for path, shape in paths.items():
-                name = spec.tensor_name(block, path)
-                if name not in self.tensors:
+                name, is_part = spec.tensor_name(block, path), spec.experts_in(block) is not None
+                if is_part or name not in self.tensors:
                     make = make_resident if block in self.resident else HostTensor
                     trained = trainable(name) and not is_buffer(name)
-                    self.tensors[name] = make(name, shape, owner=block, trainable=trained, rows=rows)
+                    members[path] = make(name, shape, owner=block, trainable=trained, rows=rows)
                     if block not in self.resident:
-                        fresh.append(self.tensors[name])
-                members[path] = self.tensors[name]
+                        fresh.append(members[path])
+                    before = self.tensors[name].parts if name in self.tensors else ()
+                    self.tensors[name] = StackedTensor((*before, members[path])) if is_part else members[path]
+                else:
+                    members[path] = self.tensors[name]
             self.blocks.append(members)
             wires = [[None] * len(rows.local)] * len(fresh)
             if not master_is_wire:
@@ -284,6 +288,17 @@ class HostStore:
     def owned(self, block: int) -> dict[str, HostTensor]:
         """Trainable tensors by path whose gradients leave with block number `block`."""
         return {p: t for p, t in self.blocks[block].items() if t.owner == block and t.trainable}
+
+    def units(self) -> list[tuple[list[int], list[HostTensor | StackedTensor]]]:
+        """Blocks in order with the trainable tensors that they own; blocks that own parts of the same ones together."""
+        units: list[tuple[list[int], list[HostTensor | StackedTensor]]] = []
+        for block in range(len(self.blocks)):
+            owned = [self.tensors[tensor.name] for tensor in self.owned(block).values()]
+            if units and units[-1][1] == owned:
+                units[-1][0].append(block)
+            else:
+                units.append(([block], owned))
+        return units
 
     @property
     def num_parameters(self) -> int:

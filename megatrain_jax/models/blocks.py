@@ -7,6 +7,7 @@ template is naming them. Inside a block, a tensor's path is its name without the
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 
@@ -20,10 +21,19 @@ from jax.ad_checkpoint import checkpoint_name
 from megatrain_jax.models.attention import AttentionOptions, attend
 from megatrain_jax.models.deltanet import GatedDeltaNet
 from megatrain_jax.models.mla import LatentAttention
-from megatrain_jax.models.moe import MoE, RouterStats
+from megatrain_jax.models.moe import ExpertGroup, MoE, Routed, RouterStats, Streaming
 from megatrain_jax.models.parts import GatedMLP, Linear, Norm, full_precision, times
 from megatrain_jax.models.rope import apply_rope
-from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
+from megatrain_jax.models.spec import (
+    BlockSpec,
+    Context,
+    EmbeddingSpec,
+    ExpertsSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    TrunkSpec,
+)
 
 Weights = Mapping[str, jax.Array]
 
@@ -94,13 +104,17 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One transformer layer: hidden states in, ``(hidden states, stats)`` out; a dense layer has no stats."""
+    """One transformer layer: hidden states in, ``(hidden states, stats)`` out; a dense layer has no stats.
+
+    With `experts_apart` it is all of a layer but its experts, and instead of hidden states it gives what those need.
+    """
 
     spec: LayerSpec
     options: AttentionOptions = AttentionOptions()
+    experts_apart: bool = False
 
     @nn.compact
-    def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | tuple[()]]:
+    def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array | Streaming, RouterStats | tuple[()]]:
         s = self.spec
 
         def norm(x: jax.Array, name: str | None) -> jax.Array:
@@ -118,7 +132,15 @@ class DecoderLayer(nn.Module):
         x_BxSxD = checkpoint_name(x_BxSxD + times(mixed, s.residual_multiplier), "residual")
         if not s.parallel:
             h = norm(x_BxSxD, s.norms.mlp_in)
-        y, stats = MoE(s, name="mlp")(h, context) if s.moe else (GatedMLP(s, name="mlp")(h), ())
+        if s.moe:
+            y, stats, routed = MoE(s, self.experts_apart, name="mlp")(h, context)
+        else:
+            y, stats = GatedMLP(s, name="mlp")(h), ()
+        if self.experts_apart:
+            x_BxSxD = x_BxSxD.astype(jnp.float32)
+            if y is not None:
+                x_BxSxD += times(y, s.residual_multiplier).astype(jnp.float32)
+            return Streaming(x_BxSxD, routed), stats
         return x_BxSxD + times(norm_out(y, s.norms.mlp_out, "mlp"), s.residual_multiplier), stats
 
 
@@ -170,6 +192,15 @@ def bind(weights: Weights) -> dict:
     return {"params": unflatten_dict(dict(weights), sep=".")}
 
 
+def layer_module(
+    block: LayerSpec | TrunkSpec | ExpertsSpec, options: AttentionOptions = AttentionOptions()
+) -> DecoderLayer | ExpertGroup:
+    """The module of a block between embedding and head."""
+    if isinstance(block, ExpertsSpec):
+        return ExpertGroup(block)
+    return DecoderLayer(block.layer, options, True) if isinstance(block, TrunkSpec) else DecoderLayer(block, options)
+
+
 def tensor_shapes(block: BlockSpec) -> dict[str, tuple[int, ...]]:
     """Path and shape of every tensor that a block's template reads, found by tracing it, without computing anything."""
     ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
@@ -177,15 +208,23 @@ def tensor_shapes(block: BlockSpec) -> dict[str, tuple[int, ...]]:
         module, args = Embedding(block), (ids,)
     else:
         hidden = jax.ShapeDtypeStruct((1, 1, block.hidden_size), jnp.float32)
-        is_layer = isinstance(block, LayerSpec)
-        module = DecoderLayer(block) if is_layer else Head(block)
-        args = (hidden, Context(ids, ids)) if is_layer else (hidden,)
+        if isinstance(block, HeadSpec):
+            module, args = Head(block), (hidden,)
+        else:
+            module, args = layer_module(block), (hidden, Context(ids, ids))
+        if isinstance(block, ExpertsSpec):
+            choices = (jax.ShapeDtypeStruct((1, 1, block.moe.top_k), dtype) for dtype in (jnp.int32, jnp.float32))
+            args = (Streaming(hidden, Routed(hidden, *choices)), args[1])
     variables = jax.eval_shape(lambda *args: module.init(jax.random.key(0), *args), *args)
     return {path: tuple(leaf.shape) for path, leaf in flatten_dict(variables["params"], sep=".").items()}
 
 
 def model_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name on disk and shape of every tensor of a model, in block order; a tied projection appears once."""
+    """Name on disk and shape of every tensor of a model, in block order; a tied projection appears once.
+
+    Experts that stream in groups are whole here.
+    """
+    spec = dataclasses.replace(spec, expert_groups=1)
     shapes = {block: tensor_shapes(block) for block in set(spec.blocks)}
     return {
         spec.tensor_name(i, path): shape for i, block in enumerate(spec.blocks) for path, shape in shapes[block].items()

@@ -26,8 +26,8 @@ class Rows(NamedTuple):
 
     Attributes:
       choice_M: int32, number ``token * K + k`` of the choice in each row; -1 for padding.
-      row_TxK: int32, row of each choice.
-      expert_N: int32, expert of each of the N tiles.
+      row_TxK: int32, row of each choice; the last one, which is padding, of a choice that has none.
+      expert_N: int32, expert of each of the N tiles, sorted. Tiles that no expert needs are of none, which is number E.
     """
 
     choice_M: jax.Array
@@ -52,22 +52,29 @@ def sort_by_expert(expert_TxK: jax.Array, experts: int) -> Rows:
     """The rows of a routing; choices of one expert keep the order of their tokens.
 
     Args:
-      expert_TxK: int32, the experts that each token goes to.
-      experts: how many there are.
+      expert_TxK: int32, the experts that each token goes to. A choice of one that is not among them has no row.
+      experts: how many there are, E.
     """
     choices = expert_TxK.size
     tile, rows = tile_size(choices, experts), num_rows(choices, experts)
     flat = expert_TxK.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order = jnp.argsort(flat, stable=True)
-    counts = jnp.zeros(experts, jnp.int32).at[flat].add(1)
-    tiles = -(-counts // tile)
+    counts = jnp.zeros(experts + 1, jnp.int32).at[flat].add(1)
+    tiles = -(-counts[:-1] // tile)
+    tiles = jnp.append(tiles, rows // tile - tiles.sum())
     shift = (jnp.cumsum(tiles) - tiles) * tile - (jnp.cumsum(counts) - counts)
-    row = jnp.arange(choices, dtype=jnp.int32) + shift[flat[order]]
+    number = jnp.arange(choices, dtype=jnp.int32)
+    # Behind the rows, where nothing is written, are the choices that have none.
+    row = jnp.where(flat[order] < experts, number + shift[flat[order]], rows + number)
     return Rows(
-        jnp.full(rows, -1, jnp.int32).at[row].set(order.astype(jnp.int32), unique_indices=True),
-        jnp.zeros(choices, jnp.int32).at[order].set(row, unique_indices=True).reshape(expert_TxK.shape),
-        # Tiles that no expert needs fall to the last one; their rows are padding.
-        jnp.repeat(jnp.arange(experts, dtype=jnp.int32), tiles, total_repeat_length=rows // tile),
+        jnp.full(rows, -1, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop", unique_indices=True),
+        # All rows are full only if each expert has many, and then it wastes a part of its last tile.
+        jnp.zeros(choices, jnp.int32)
+        .at[order]
+        .set(jnp.minimum(row, rows - 1), unique_indices=True)
+        .reshape(expert_TxK.shape),
+        jnp.repeat(jnp.arange(experts + 1, dtype=jnp.int32), tiles, total_repeat_length=rows // tile),
     )
 
 
@@ -105,7 +112,7 @@ def grouped_matmul(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first
     Args:
       x_MxI: rows as `sort_by_expert` lays them out.
       w: ``[E, O, I]``, or ``[E, I, O]`` if `in_first`.
-      expert_N: expert of each tile of rows.
+      expert_N: expert of each tile of rows. Tiles of no expert hold zeros and, but for a few, are not computed.
       in_first: the layout of `w`.
     """
     tiled = functools.partial(_multiply_tiles, in_first=in_first)
@@ -130,19 +137,26 @@ def _on_platform(kernel, tiled, rows, operand, expert_N, *, widths):
 def _multiply_tiles(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, in_first: bool) -> jax.Array:
     contraction = "tri,tio->tro" if in_first else "tri,toi->tro"
 
+    def multiply(x, expert):
+        return jnp.einsum(contraction, x, w.at[expert].get(mode="clip"), precision=full_precision(x.dtype))
+
     def step(_, operands):
         x, expert = operands
-        return None, jnp.einsum(contraction, x, w[expert], precision=full_precision(x.dtype))
+        nothing = lambda x, expert: jnp.zeros_like(jax.eval_shape(multiply, x, expert))  # noqa: E731
+        return None, jax.lax.cond(expert[0] < len(w), multiply, nothing, x, expert)
 
     y = jax.lax.scan(step, None, _in_tiles(x_MxI, expert_N))[1]
     return y.reshape(len(x_MxI), -1)
 
 
 def _add_tiles(a_MxA: jax.Array, b_MxB: jax.Array, expert_N: jax.Array, experts: int) -> jax.Array:
+    def add(total, a, b, expert):
+        part = jnp.einsum("tra,trb->tab", a, b, precision=full_precision(a.dtype), preferred_element_type=jnp.float32)
+        return total.at[expert].add(part, mode="drop")
+
     def step(total, operands):
         (a, expert), (b, _) = operands
-        part = jnp.einsum("tra,trb->tab", a, b, precision=full_precision(a.dtype), preferred_element_type=jnp.float32)
-        return total.at[expert].add(part), None
+        return jax.lax.cond(expert[0] < experts, add, lambda total, *_: total, total, a, b, expert), None
 
     zero = jnp.zeros((experts, a_MxA.shape[1], b_MxB.shape[1]), jnp.float32)
     total, _ = jax.lax.scan(step, zero, (_in_tiles(a_MxA, expert_N), _in_tiles(b_MxB, expert_N)))
@@ -172,7 +186,7 @@ def _in_tiles(x_MxD: jax.Array, expert_N: jax.Array) -> tuple[jax.Array, jax.Arr
 def add_bias(y_MxO: jax.Array, bias_ExO: jax.Array, expert_N: jax.Array, scale_M: jax.Array | None = None) -> jax.Array:
     """Every row plus the bias of its tile's expert, times `scale_M` if given; added in float32."""
     y = y_MxO.astype(jnp.float32).reshape(len(expert_N), -1, y_MxO.shape[1])
-    bias = bias_ExO.astype(jnp.float32)[expert_N][:, None, :]
+    bias = bias_ExO.astype(jnp.float32).at[expert_N].get(mode="fill", fill_value=0)[:, None, :]
     if scale_M is not None:
         bias = bias * scale_M.astype(jnp.float32).reshape(len(expert_N), -1, 1)
     return (y + bias).reshape(y_MxO.shape).astype(y_MxO.dtype)

@@ -47,7 +47,7 @@ def multiply_rows(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, *, in_fir
     Args:
       x_MxI: rows; M is a multiple of ROWS.
       w: ``[E, O, I]``, or ``[E, I, O]`` if `in_first`.
-      expert_N: int32, expert of each of N equal tiles of rows.
+      expert_N: int32, expert of each of N equal tiles of rows; a tile of number E is zero and costs no matmul.
       interpret: run without a GPU, slowly.
     """
     rows, depth = x_MxI.shape
@@ -69,7 +69,8 @@ def multiply_rows(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, *, in_fir
                 return acc + triton.dot(a, _load(w_ref.at[expert, along, there], mask, 1))
             return acc + triton.dot(a, _load(w_ref.at[expert, there, along], mask, 0), trans_b=True)
 
-        acc = jax.lax.fori_loop(0, depth // DEPTH, step, jnp.zeros((ROWS, columns), jnp.float32))
+        steps = jnp.where(expert < len(w), depth // DEPTH, 0)
+        acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, columns), jnp.float32))
         mask = None if mask is None else jnp.broadcast_to(mask[None, :], acc.shape)
         triton.store(y_ref.at[here, there], acc.astype(y_ref.dtype), mask=mask)
 
@@ -89,11 +90,11 @@ def sum_outer_products(
     """``[E, A, B]`` in the dtype of `a`: outer products of the rows of each expert, added in float32.
 
     Args:
-      expert_N: int32 and sorted, expert of each of N equal tiles of rows.
+      expert_N: int32 and sorted, expert of each of N equal tiles of rows; those of number E count for none.
     """
     rows, height, width = len(a_MxA), a_MxA.shape[1], b_MxB.shape[1]
     columns, lines = min(COLUMNS, 1 << (width - 1).bit_length()), min(ROWS, 1 << (height - 1).bit_length())
-    counts = jnp.zeros(experts, jnp.int32).at[expert_N].add(rows // len(expert_N))
+    counts = jnp.zeros(experts, jnp.int32).at[expert_N].add(rows // len(expert_N), mode="drop")
     ends = jnp.cumsum(counts)
 
     def kernel(starts_ref, ends_ref, a_ref, b_ref, out_ref):

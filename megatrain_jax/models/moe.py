@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from megatrain_jax.config import UserError
 from megatrain_jax.models.experts import Rows, add_bias, collect, grouped_matmul, pick, sort_by_expert, spread
-from megatrain_jax.models.parts import ACTIVATIONS, GatedMLP, Linear
-from megatrain_jax.models.spec import Context, LayerSpec, MoESpec
+from megatrain_jax.models.parts import ACTIVATIONS, GatedMLP, Linear, times
+from megatrain_jax.models.spec import Context, ExpertsSpec, LayerSpec, ModelSpec, MoESpec
 
 
 class RouterStats(NamedTuple):
@@ -95,13 +96,14 @@ class GatedExperts(nn.Module):
     """Gated MLPs side by side: ``gate_up_proj [E, 2 I, D]``, gate above up, and ``down_proj [E, D, I]``."""
 
     spec: LayerSpec
+    experts: int
 
     @nn.compact
     def __call__(self, x_MxD: jax.Array, weight_M: jax.Array, rows: Rows) -> jax.Array:
         """Each row through its expert, times its weight."""
         s, width = self.spec.moe, x_MxD.shape[-1]
-        up_weights = self.param("gate_up_proj", nn.initializers.zeros, (s.num_experts, 2 * s.intermediate_size, width))
-        down_weights = self.param("down_proj", nn.initializers.zeros, (s.num_experts, width, s.intermediate_size))
+        up_weights = self.param("gate_up_proj", nn.initializers.zeros, (self.experts, 2 * s.intermediate_size, width))
+        down_weights = self.param("down_proj", nn.initializers.zeros, (self.experts, width, s.intermediate_size))
         gate_up = checkpoint_name(grouped_matmul(x_MxD, up_weights, rows.expert_N, False), "expert")
         gate, up = jnp.split(gate_up, 2, axis=-1)
         h = _weighted(ACTIVATIONS[self.spec.activation](gate) * up, weight_M)
@@ -112,16 +114,17 @@ class ClampedExperts(nn.Module):
     """The experts of GPT-OSS: ``gate_up_proj [E, D, 2 I]``, gate and up interleaved, ``down_proj [E, I, D]``, and biases."""
 
     spec: LayerSpec
+    experts: int
 
     @nn.compact
     def __call__(self, x_MxD: jax.Array, weight_M: jax.Array, rows: Rows) -> jax.Array:
         """Each row through its expert, times its weight."""
         s, width = self.spec.moe, x_MxD.shape[-1]
         zeros, inner = nn.initializers.zeros, s.intermediate_size
-        up_weights = self.param("gate_up_proj", zeros, (s.num_experts, width, 2 * inner))
-        up_bias = self.param("gate_up_proj_bias", zeros, (s.num_experts, 2 * inner))
-        down_weights = self.param("down_proj", zeros, (s.num_experts, inner, width))
-        down_bias = self.param("down_proj_bias", zeros, (s.num_experts, width))
+        up_weights = self.param("gate_up_proj", zeros, (self.experts, width, 2 * inner))
+        up_bias = self.param("gate_up_proj_bias", zeros, (self.experts, 2 * inner))
+        down_weights = self.param("down_proj", zeros, (self.experts, inner, width))
+        down_bias = self.param("down_proj_bias", zeros, (self.experts, width))
         gate_up = grouped_matmul(x_MxD, up_weights, rows.expert_N, True)
         gate_up = checkpoint_name(add_bias(gate_up, up_bias, rows.expert_N), "expert")
         gate = jnp.minimum(gate_up[:, ::2], s.limit)
@@ -135,28 +138,70 @@ def _weighted(h_MxI: jax.Array, weight_M: jax.Array) -> jax.Array:
     return (h_MxI.astype(jnp.float32) * weight_M[:, None]).astype(h_MxI.dtype)
 
 
+class Routed(NamedTuple):
+    """Tokens on their way to experts.
+
+    Attributes:
+      h_BxSxD: what the experts read.
+      expert_BxSxK: int32, the experts of each token, counted from the first one of those that come next.
+      weight_BxSxK: float32.
+    """
+
+    h_BxSxD: jax.Array
+    expert_BxSxK: jax.Array
+    weight_BxSxK: jax.Array
+
+
+class Streaming(NamedTuple):
+    """What flows between the blocks of a layer whose experts stream in groups.
+
+    Attributes:
+      x_BxSxD: float32, what the layer gives so far.
+      routed: for the groups that follow.
+    """
+
+    x_BxSxD: jax.Array
+    routed: Routed
+
+
+def _through(experts: GatedExperts | ClampedExperts, routed: Routed) -> jax.Array:
+    """The weighted sum of what some experts make of the tokens that go to them, ``[B, S, D]``."""
+    h_TxD, expert_TxK, weight_TxK = (part.reshape(-1, part.shape[-1]) for part in routed)
+    rows = sort_by_expert(expert_TxK, experts.experts)
+    y_TxD = collect(experts(spread(h_TxD, rows), pick(weight_TxK, rows), rows), rows)
+    return y_TxD.reshape(routed.h_BxSxD.shape)
+
+
+def _experts(spec: LayerSpec, count: int) -> GatedExperts | ClampedExperts:
+    return (ClampedExperts if spec.moe.clamped else GatedExperts)(spec, count, name="experts")
+
+
 class MoE(nn.Module):
     """Every token through the experts that the router chooses for it, and through the shared MLP if there is one."""
 
     spec: LayerSpec
+    experts_apart: bool = False
 
     @nn.compact
-    def __call__(self, x_BxSxD: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | tuple[()]]:
+    def __call__(
+        self, x_BxSxD: jax.Array, context: Context
+    ) -> tuple[jax.Array | None, RouterStats | tuple[()], Routed]:
+        """``(y, stats, routed)``; with `experts_apart` the experts are not part of `y`, which is None if nothing is."""
         s = self.spec.moe
         x_TxD = x_BxSxD.reshape(-1, x_BxSxD.shape[-1])
         logits_TxE, choice_bias_E = Router(s, name=s.router)(x_TxD)
         expert_TxK, weight_TxK = choose_experts(logits_TxE, s, choice_bias_E)
         expert_TxK = checkpoint_name(expert_TxK, "routing")
-        rows = sort_by_expert(expert_TxK, s.num_experts)
-        experts = (ClampedExperts if s.clamped else GatedExperts)(self.spec, name="experts")
-        y_TxD = collect(experts(spread(x_TxD, rows), pick(weight_TxK, rows), rows), rows)
+        choices = (*x_BxSxD.shape[:2], s.top_k)
+        routed = Routed(x_BxSxD, expert_TxK.reshape(choices), weight_TxK.reshape(choices))
+        y_BxSxD = None if self.experts_apart else _through(_experts(self.spec, s.num_experts), routed)
         if s.shared_size:
-            shared = GatedMLP(dataclasses.replace(self.spec, intermediate_size=s.shared_size), name=s.shared)(x_TxD)
+            shared = GatedMLP(dataclasses.replace(self.spec, intermediate_size=s.shared_size), name=s.shared)(x_BxSxD)
             if s.shared_gate:
-                shared *= jax.nn.sigmoid(Linear(1, name=f"{s.shared}_gate")(x_TxD))
-            y_TxD += shared
+                shared *= jax.nn.sigmoid(Linear(1, name=f"{s.shared}_gate")(x_BxSxD))
+            y_BxSxD = shared if y_BxSxD is None else y_BxSxD + shared
         stats = self._stats(logits_TxE, expert_TxK, context) if s.balanced else ()
-        return y_TxD.reshape(x_BxSxD.shape), stats
+        return y_BxSxD, stats, routed
 
     def _stats(self, logits_TxE: jax.Array, expert_TxK: jax.Array, context: Context) -> RouterStats:
         real_T = (context.segment_ids.reshape(-1) > 0).astype(jnp.float32)
@@ -164,3 +209,41 @@ class MoE(nn.Module):
         counts_E = counts_E.at[expert_TxK.reshape(-1)].add(jnp.repeat(real_T, expert_TxK.shape[1]))
         probs_E = (jax.nn.softmax(logits_TxE, axis=-1) * real_T[:, None]).sum(axis=0)
         return RouterStats(counts_E, probs_E, real_T.sum())
+
+
+class ExpertGroup(nn.Module):
+    """Some experts of a layer, as a block: what the layer gives so far in, with what they add out."""
+
+    spec: ExpertsSpec
+
+    @nn.compact
+    def added(self, routed: Routed) -> jax.Array:
+        """What they add, ``[B, S, D]``, zero for a token that goes to none of them."""
+        s = self.spec.layer
+        return times(_through(_experts(s, self.spec.experts), routed), s.residual_multiplier)
+
+    def __call__(self, streaming: Streaming, context: Context) -> tuple[Streaming | jax.Array, tuple[()]]:
+        x_BxSxD, routed = streaming
+        x_BxSxD += self.added(routed).astype(jnp.float32)
+        if self.spec.last:
+            return x_BxSxD.astype(routed.h_BxSxD.dtype), ()
+        return Streaming(x_BxSxD, routed._replace(expert_BxSxK=routed.expert_BxSxK - self.spec.experts)), ()
+
+
+def most_expert_groups(spec: ModelSpec) -> tuple[int, str]:
+    """Blocks that the experts of every layer can be cut in, and why no more."""
+    sparse = [layer for layer in spec.layers if layer.moe is not None]
+    if not sparse:
+        return 1, "it has no experts"
+    if any(layer.norms.mlp_out is not None for layer in sparse):
+        return 1, "a norm follows its experts"
+    experts = min(layer.moe.num_experts for layer in sparse)
+    return experts, f"its layers have {experts} experts"
+
+
+def in_expert_groups(spec: ModelSpec, groups: int) -> ModelSpec:
+    """The model with the experts of a layer in so many blocks. Raises UserError if they cannot be cut so."""
+    most, why = most_expert_groups(spec)
+    if groups > most:
+        raise UserError(f"memory.expert_groups: {groups} is more than this model's {most}: {why}; set {most} or auto")
+    return dataclasses.replace(spec, expert_groups=groups)

@@ -6,6 +6,8 @@ Nothing here imports jax: every room of the package may read this file.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from typing import Any, NamedTuple
 
 
@@ -360,7 +362,52 @@ class HeadSpec:
         return self.hidden_size + (0 if self.tied else self.vocab_size * self.hidden_size)
 
 
-BlockSpec = EmbeddingSpec | LayerSpec | HeadSpec
+@dataclasses.dataclass(frozen=True)
+class _PartSpec:
+    """Of a decoder layer with experts."""
+
+    layer: LayerSpec
+
+    @property
+    def hidden_size(self) -> int:
+        return self.layer.hidden_size
+
+    @property
+    def moe(self) -> MoESpec:
+        return self.layer.moe
+
+    def _count(self, experts: int) -> int:
+        """Parameters of so many experts."""
+        return self.moe.num_parameters(self.hidden_size, experts) - self.moe.num_parameters(self.hidden_size, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrunkSpec(_PartSpec):
+    """A decoder layer without its experts, which follow in blocks of their own."""
+
+    @property
+    def num_parameters(self) -> int:
+        return self.layer.num_parameters - self._count(self.moe.num_experts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsSpec(_PartSpec):
+    """A group of consecutive experts of a layer.
+
+    Attributes:
+      experts: how many they are.
+      last: of the layer's groups.
+    """
+
+    experts: int
+    last: bool
+
+    @property
+    def num_parameters(self) -> int:
+        return self._count(self.experts)
+
+
+BlockSpec = EmbeddingSpec | LayerSpec | TrunkSpec | ExpertsSpec | HeadSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,6 +422,8 @@ class ModelSpec:
       embedding_multiplier, round_embedding_multiplier: see `EmbeddingSpec`.
       norm, logit_multiplier, logit_softcap: see `HeadSpec`.
       router_aux_loss_coef: of the auxiliary loss that keeps experts equally busy.
+      expert_groups: blocks that the experts of a layer stream in, after one with the rest of the layer; 1 is all of it in
+        one block. It says nothing about what is computed.
     """
 
     family: str
@@ -391,10 +440,11 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     router_aux_loss_coef: float = 0.0
+    expert_groups: int = 1
 
     @property
     def blocks(self) -> tuple[BlockSpec, ...]:
-        """Every block in forward order: embedding, layers, head."""
+        """Every block in forward order: embedding, layers, head. Experts that stream in groups follow their layer."""
         embedding = EmbeddingSpec(
             self.vocab_size, self.hidden_size, self.embedding_multiplier, self.round_embedding_multiplier
         )
@@ -407,7 +457,34 @@ class ModelSpec:
             self.logit_multiplier,
             self.logit_softcap,
         )
-        return (embedding, *self.layers, head)
+        return (embedding, *(block for layer in self.layers for block in self._blocks_of(layer)), head)
+
+    def _blocks_of(self, layer: LayerSpec) -> tuple[LayerSpec | TrunkSpec | ExpertsSpec, ...]:
+        if layer.moe is None or self.expert_groups == 1:
+            return (layer,)
+        sizes = group_sizes(layer.moe.num_experts, self.expert_groups)
+        groups = (ExpertsSpec(layer, size, i == self.expert_groups - 1) for i, size in enumerate(sizes))
+        return (TrunkSpec(layer), *groups)
+
+    @property
+    def structures(self) -> list[LayerSpec | TrunkSpec | ExpertsSpec]:
+        """The distinct blocks between embedding and head."""
+        return list(dict.fromkeys(block for layer in dict.fromkeys(self.layers) for block in self._blocks_of(layer)))
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[int, slice | None]]:
+        """Of each block between embedding and head the number of its layer, and which experts it holds if it is a group."""
+        places = []
+        for number, layer in enumerate(self.layers):
+            _, *groups = self._blocks_of(layer)
+            ends = list(itertools.accumulate(group.experts for group in groups))
+            places.append((number, None))
+            places += [(number, slice(end - group.experts, end)) for group, end in zip(groups, ends, strict=True)]
+        return places
+
+    def experts_in(self, block: int) -> slice | None:
+        """Which experts of its layer a block holds; None if it is not a group of experts."""
+        return self._places[block - 1][1] if 0 < block <= len(self._places) else None
 
     @property
     def num_parameters(self) -> int:
@@ -427,13 +504,34 @@ class ModelSpec:
     def tensor_name(self, block: int, path: str) -> str:
         """Hugging Face name of tensor `path` (such as ``"self_attn.q_proj.weight"``) of block number `block`.
 
+        Groups of experts hold parts of one tensor, under its name.
+
         >>> spec.tensor_name(4, "self_attn.q_proj.weight")
         'model.layers.3.self_attn.q_proj.weight'
         """
         if block == 0:
             return f"model.embed_tokens.{path}"
-        if block <= len(self.layers):
-            return f"model.layers.{block - 1}.{path}"
+        if block <= len(self._places):
+            layer, experts = self._places[block - 1]
+            return f"model.layers.{layer}.{path}" if experts is None else f"model.layers.{layer}.mlp.{path}"
         if path == "lm_head.weight":
             return "model.embed_tokens.weight" if self.tie_word_embeddings else path
         return f"model.{path}"
+
+    def kept_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes of the inputs of all blocks that backward needs; groups of a layer share one.
+
+        Args:
+          tokens: of a micro-batch.
+          itemsize: of a hidden value.
+        """
+        inputs = (len(self.layers) + 1) * self.hidden_size * itemsize
+        sparse = [layer.moe for layer in self.layers if layer.moe is not None and self.expert_groups > 1]
+        # The input of the experts, and number and weight of each token's choices.
+        return tokens * (inputs + sum(self.hidden_size * itemsize + 8 * moe.top_k for moe in sparse))
+
+
+def group_sizes(experts: int, groups: int) -> list[int]:
+    """Experts in each group: as equal as can be, the larger ones first."""
+    size, larger = divmod(experts, groups)
+    return [size + (group < larger) for group in range(groups)]

@@ -149,6 +149,8 @@ class Pipeline:
         self._record = record or Recorder()
         self._updater = updater
         self._blocks = store.spec.blocks
+        if settings.keep_layers and store.spec.expert_groups > 1:
+            raise ValueError("layers whose experts stream in groups are recomputed: keep_layers must be 0")
         self._head = len(self._blocks) - 1
         self._rows = TableRows(run.mesh, store.blocks[0]["weight"], lock=store.lock_pages)
         trainable = [i for i in range(len(self._blocks)) if store.owned(i)]
@@ -365,7 +367,7 @@ class Pipeline:
                     del pullback
                 else:
                     if kept is not None and block >= self._lowest:
-                        kept.put(block, m, xs[m])
+                        kept.put(block, m, templates.needed_in_backward(self._blocks[block], xs[m]))
                     xs[m], stats = layer(w, xs[m], batch.context)
                 if stats:
                     pooled = stats if pooled is None else templates.add_stats(pooled, stats)
@@ -396,8 +398,7 @@ class Pipeline:
 
         `stats` is the gradient of the statistics of any layer that has some.
         """
-        moe = self._blocks[block].moe
-        dstats = stats if moe is not None and moe.balanced else ()
+        dstats = stats if templates.has_stats(self._blocks[block]) else ()
         keeps, acc = self._keeps(block), None
         w = None if keeps else weights.take()
         for m, batch in enumerate(placed):

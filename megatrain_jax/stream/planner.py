@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,8 @@ from megatrain_jax.config import MemoryConfig, UserError
 from megatrain_jax.models.deltanet import CHUNK
 from megatrain_jax.models.exact_attention import QUERY_TILE
 from megatrain_jax.models.experts import num_rows
-from megatrain_jax.models.spec import LayerSpec, ModelSpec
+from megatrain_jax.models.moe import in_expert_groups, most_expert_groups
+from megatrain_jax.models.spec import ExpertsSpec, LayerSpec, ModelSpec, TrunkSpec
 
 GIB = 2**30
 
@@ -35,6 +37,8 @@ class Plan:
       host, device: the sums. Where host and device are one memory, `host` is everything.
       resident: blocks that stay on the device with their optimizer state.
       keep_layers: this many of the last layers keep their intermediates and are not recomputed.
+      expert_groups: blocks that the experts of a layer stream in; see `ModelSpec`.
+      in_one_block: what `working` would be if they did not.
     """
 
     group_size: int
@@ -47,6 +51,8 @@ class Plan:
     device: int
     resident: tuple[int, ...] = ()
     keep_layers: int = 0
+    expert_groups: int = 1
+    in_one_block: int = 0
 
 
 def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: float, split: bool) -> float:
@@ -65,7 +71,7 @@ def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: 
 def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int) -> int:
     """Device bytes of the loss with its gradients: the head's weights and gradients, a tile of logits, hidden states."""
     table = spec.vocab_size * spec.hidden_size
-    layer = max((block.num_parameters for block in spec.layers), default=0)
+    layer = max((block.num_parameters for block in spec.structures), default=0)
     tile = min(loss_tile, tokens) * spec.vocab_size * 12
     return table * (2 * itemsize + 4) + tile + 4 * tokens * spec.hidden_size + layer * itemsize
 
@@ -79,22 +85,17 @@ def layer_bytes(
       attention_bytes: of masks or scores that are as large as the square of a row.
       kept: the intermediates are kept and counted elsewhere; else they are computed again, and in these bytes.
     """
-    layer = max((block.num_parameters for block in spec.layers), default=0)
-    table = spec.vocab_size * spec.hidden_size
+    blocks, table = spec.structures, spec.vocab_size * spec.hidden_size
+    layer = max((block.num_parameters for block in blocks), default=0)
     inner = max(
-        (
-            values_in_backward(s, tokens) - kept * (intermediates(s, tokens) - tokens * s.hidden_size)
-            for s in spec.layers
-        ),
+        (values_in_backward(s, tokens) - (kept and intermediates(s, tokens) - tokens * s.hidden_size) for s in blocks),
         default=0,
     )
     # The gradient of the largest tensor of experts is added up in float32.
-    sums = max(
-        (4 * 2 * s.moe.num_experts * s.moe.intermediate_size * s.hidden_size for s in spec.layers if s.moe), default=0
-    )
+    sums = max((4 * 2 * _experts_in(s) * s.moe.intermediate_size * s.hidden_size for s in blocks if s.moe), default=0)
     # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
     head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
-    scores = 4 * max((scores_in_backward(s, tokens) for s in spec.layers), default=0)
+    scores = 4 * max((scores_in_backward(s, tokens) for s in dict.fromkeys(spec.layers)), default=0)
     return (
         layer * ((3 if kept else 5) * itemsize + 4 * accumulate)
         + sums
@@ -122,14 +123,29 @@ def working_bytes(
     )
 
 
-def values_in_backward(layer: LayerSpec, tokens: int) -> int:
-    """Values that exist at once in a layer's backward besides weights."""
-    if layer.moe is None:
-        return tokens * (5 * layer.intermediate_size + 4 * layer.hidden_size)
-    s = layer.moe
-    rows = num_rows(tokens * s.top_k, s.num_experts) * (4 * layer.hidden_size + 6 * s.intermediate_size)
+def _experts_in(block: LayerSpec | TrunkSpec | ExpertsSpec) -> int:
+    """Experts whose weights a block of a sparse layer holds."""
+    if isinstance(block, TrunkSpec):
+        return 0
+    return block.experts if isinstance(block, ExpertsSpec) else block.moe.num_experts
+
+
+def values_in_backward(block: LayerSpec | TrunkSpec | ExpertsSpec, tokens: int) -> int:
+    """Values that exist at once in the backward of a layer, or of a part of one, besides weights."""
+    hidden = block.hidden_size
+    if block.moe is None:
+        return tokens * (5 * block.intermediate_size + 4 * hidden)
+    s = block.moe
+    # In a group there is room for every choice, wherever the experts are that are chosen.
+    rows = num_rows(tokens * s.top_k, _experts_in(block)) if _experts_in(block) else 0
+    rows *= 4 * hidden + 6 * s.intermediate_size
+    # What flows between the parts of a layer, in float32 for a part, and its gradients.
+    flow = 4 * hidden if isinstance(block, LayerSpec) else 8 * hidden + 8 * s.top_k
+    if isinstance(block, ExpertsSpec):
+        return rows + tokens * flow
+    attention = 2 * _mixer_values(block.layer) if isinstance(block, TrunkSpec) else 0  # else the rows outweigh it
     # Logits and probabilities of the router are float32.
-    return rows + tokens * (5 * s.shared_size + 4 * layer.hidden_size + 6 * s.num_experts)
+    return rows + tokens * (attention + 5 * s.shared_size + flow + 6 * s.num_experts)
 
 
 def scores_in_backward(layer: LayerSpec, tokens: int) -> int:
@@ -160,11 +176,13 @@ def make_plan(
     host_bytes: int | None,
     attention_bytes: int = 0,
 ) -> Plan:
-    """Decides where block inputs wait, and how many micro-batches run together.
+    """Decides where block inputs wait, how many micro-batches run together, and in how many blocks experts stream.
+
+    Experts stream in groups only if nothing else makes a layer fit, and then in as few as do.
 
     Args:
-      spec: the model.
-      memory: budgets and `offload_activations`.
+      spec: the model, its experts in one block.
+      memory: budgets, `offload_activations` and `expert_groups`.
       trained: parameters that are not frozen.
       batch_size, seq: of a micro-batch, over all devices.
       micro_batches: in a step.
@@ -183,38 +201,59 @@ def make_plan(
     rows = math.ceil(batch_size / devices)
     host_budget, device_budget = _budget(memory.host_budget, host_bytes), _budget(memory.device_budget, device_bytes)
     state = int(trained * state_bytes) + (spec.num_parameters - trained) * itemsize
-    working = working_bytes(
-        spec,
-        tokens=rows * seq,
-        itemsize=itemsize,
-        loss_tile=memory.loss_tile,
-        accumulate=micro_batches > 1,
-        attention_bytes=attention_bytes,
-    )
-    input_bytes = (len(spec.layers) + 1) * rows * seq * spec.hidden_size * itemsize
-
-    def sized(group: int, offload: bool) -> Plan:
-        kept = group * input_bytes
-        # Held as they came, or summed in float32 over the groups.
-        gradients = trained * itemsize * hold_gradients if group == micro_batches else trained * 4
-        host = state + gradients + kept * devices * offload
-        device = working + kept * (not offload)
-        # Without a memory of its own, what the device takes is the host's.
-        return Plan(group, offload, state, gradients, kept, working, host + device * (not own_memory), device)
-
     # An auxiliary loss of the whole step is known only when all of it has been forward.
     groups = [micro_batches] if spec.router_aux_loss_coef else range(micro_batches, 0, -1)
-    on_device, in_host = ([sized(group, offload) for group in groups] for offload in (False, True))
-    if not own_memory or memory.offload_activations is False:
-        choices = on_device
-    elif memory.offload_activations is True:
-        choices = in_host
-    else:
-        choices = [on_device[0], *in_host, *on_device[1:]]
-    for plan in choices:
-        if plan.host <= host_budget and plan.device <= device_budget:
-            return plan
-    raise _refusal(choices[-1], host_budget, device_budget, f"{rows} x {seq} tokens", bool(spec.router_aux_loss_coef))
+
+    def choices(spec: ModelSpec) -> list[Plan]:
+        working, in_one_block = (
+            working_bytes(
+                some,
+                tokens=rows * seq,
+                itemsize=itemsize,
+                loss_tile=memory.loss_tile,
+                accumulate=micro_batches > 1,
+                attention_bytes=attention_bytes,
+            )
+            for some in (spec, in_expert_groups(spec, 1))
+        )
+        input_bytes = spec.kept_bytes(rows * seq, itemsize)
+
+        def sized(group: int, offload: bool) -> Plan:
+            kept = group * input_bytes
+            # Held as they came, or summed in float32 over the groups.
+            gradients = trained * itemsize * hold_gradients if group == micro_batches else trained * 4
+            host = state + gradients + kept * devices * offload
+            device = working + kept * (not offload)
+            # Without a memory of its own, what the device takes is the host's.
+            host += device * (not own_memory)
+            return Plan(
+                group,
+                offload,
+                state,
+                gradients,
+                kept,
+                working,
+                host,
+                device,
+                expert_groups=spec.expert_groups,
+                in_one_block=in_one_block,
+            )
+
+        on_device, in_host = ([sized(group, offload) for group in groups] for offload in (False, True))
+        if not own_memory or memory.offload_activations is False:
+            return on_device
+        return in_host if memory.offload_activations is True else [on_device[0], *in_host, *on_device[1:]]
+
+    least = None
+    most = most_expert_groups(spec)[0]
+    # Of the numbers that make the largest group equally large the smallest.
+    auto = sorted({math.ceil(most / size) for size in range(1, most + 1)})
+    for expert_groups in auto if memory.expert_groups == "auto" else [memory.expert_groups]:
+        for plan in (tried := choices(in_expert_groups(spec, expert_groups))):
+            if plan.host <= host_budget and plan.device <= device_budget:
+                return plan
+        least = tried[-1] if least is None or tried[-1].device < least.device else least
+    raise _refusal(least, host_budget, device_budget, f"{rows} x {seq} tokens", bool(spec.router_aux_loss_coef))
 
 
 def spend_room(
@@ -250,9 +289,11 @@ def spend_room(
       UserError: `keep_intermediates` or `resident_blocks` asks for more than fits.
     """
     itemsize = 2 if dtype == "bfloat16" else 4
-    layers = spec.layers
+    spec = in_expert_groups(spec, plan.expert_groups)
+    layers, blocks = spec.layers, spec.blocks
     tight = plan.offload_activations or plan.group_size < micro_batches
-    order = [0, len(layers) + 1, *range(1, len(layers) + 1)]
+    order = [0, len(blocks) - 1, *range(1, len(blocks) - 1)]
+    staying = [0, *itertools.accumulate(blocks[block].num_parameters for block in order)]  # in so many of them
     # Master and moments, and the gradient from a block's backward on while it is held; the copy that computes is one of
     # those in flight.
     each, held = 4 + optimizer_bytes, itemsize * hold_gradients
@@ -266,7 +307,7 @@ def spend_room(
             attention_bytes=attention_bytes,
             kept=kept,
         )
-        for kept in (False, True)
+        for kept in (False, spec.expert_groups == 1)
     )
 
     def kept_bytes(keep: int) -> int:
@@ -281,7 +322,7 @@ def spend_room(
         """The peak: at the loss, when all that is kept is there, or in the first layers' backward, when it is gone."""
         if not own_memory:
             return plan.host + kept_bytes(keep)
-        stay = sum(spec.blocks[block].num_parameters for block in order[:resident]) / devices
+        stay = staying[resident] / devices
         early = max(at_head, kept) if keep else at_head
         late = again if keep < len(layers) else kept
         inputs = plan.activations * (not plan.offload_activations)
@@ -303,15 +344,22 @@ def spend_room(
     elif own_memory and not tight:
         forward = 2 * tokens * micro_batches / DEVICE_FLOPS  # seconds a parameter
         hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.active_parameters for layer in layers)
-        streamed = [sum(spec.blocks[block].num_parameters for block in order[n:]) for n in range(len(order) + 1)]
+        streamed = [staying[-1] - some for some in staying]
         wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
     resident = most("resident_blocks", wanted, lambda n: needed(n, 0))
-    if memory.keep_intermediates != "auto":
+    if spec.expert_groups > 1:
+        wanted = 0  # they would hold the weights of a whole layer
+        if memory.keep_intermediates not in ("auto", 0):
+            raise UserError(
+                f"memory.keep_intermediates: {memory.keep_intermediates} layers, but those whose experts stream in "
+                f"{spec.expert_groups} groups are computed again; set it to 0 or auto"
+            )
+    elif memory.keep_intermediates != "auto":
         wanted = min(memory.keep_intermediates, len(layers))
     else:
         wanted = 0 if tight else len(layers)
     keep = most("keep_intermediates", wanted, lambda n: needed(resident, n))
-    freed = int(sum(spec.blocks[block].num_parameters for block in order[:resident]) * state_bytes)
+    freed = int(staying[resident] * state_bytes)
     return dataclasses.replace(
         plan,
         state=plan.state - freed,
@@ -324,20 +372,23 @@ def spend_room(
 
 def intermediates(layer: LayerSpec, tokens: int) -> int:
     """Values that a layer keeps for so many tokens: its input and `models.blocks.INTERMEDIATES`."""
-    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    if layer.delta is not None:
-        mixer = layer.delta.channels + 2 * layer.delta.value_heads * (layer.delta.value_dim + 1)
-    elif layer.latent is not None:
-        mixer = 2 * queries + 2 * layer.num_heads * layer.latent.value_dim
-    else:
-        mixer = (2 + layer.output_gate) * queries + 2 * keys
     normed = (layer.norms.attention_out is not None) + (layer.norms.mlp_out is not None)
-    rest = mixer + (2 - layer.parallel + normed) * layer.hidden_size
+    rest = _mixer_values(layer) + (2 - layer.parallel + normed) * layer.hidden_size
     if layer.moe is None:
         return tokens * (rest + 2 * layer.intermediate_size)
     s = layer.moe
     rows = num_rows(tokens * s.top_k, s.num_experts)
     return tokens * (rest + 2 * s.shared_size + s.top_k) + rows * 2 * s.intermediate_size
+
+
+def _mixer_values(layer: LayerSpec) -> int:
+    """Of `intermediates`, those of attention or of what takes its place, for a token."""
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    if layer.delta is not None:
+        return layer.delta.channels + 2 * layer.delta.value_heads * (layer.delta.value_dim + 1)
+    if layer.latent is not None:
+        return 2 * queries + 2 * layer.num_heads * layer.latent.value_dim
+    return (2 + layer.output_gate) * queries + 2 * keys
 
 
 def _too_much(key: str, wanted: int, fits: int, needed: float, room: float) -> UserError:
@@ -364,11 +415,12 @@ def _refusal(least: Plan, host: float, device: float, batch: str, whole_step: bo
         )
     where, needed, there = ("host", least.host, host) if least.host > host else ("device", least.device, device)
     batch, hint = f"a micro-batch of {batch}", ""
+    cut = f" with the experts of a layer in {least.expert_groups} groups" * (least.expert_groups > 1)
     if whole_step and least.group_size > 1:
         batch = f"{least.group_size} times {batch}, together because of the auxiliary loss of the whole step,"
         hint = "; with model.config_overrides.router_aux_loss_coef: 0 they need not go together"
     return UserError(
         f"memory.{where}_budget: {batch} a device needs {gib(needed)} of {where} memory, of it "
-        f"{gib(least.activations)} for kept block inputs and {gib(least.working)} for work on a block, and there are "
+        f"{gib(least.activations)} for kept block inputs and {gib(least.working)} for work on a block{cut}, and there are "
         f"{gib(there)}; lower training.batch_size or dataset.max_seq_len, or raise the budget{hint}"
     )

@@ -15,6 +15,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,22 @@ from megatrain_jax.models.blocks import (
     Weights,
     bind,
     embedding_multiplier,
+    layer_module,
     tensor_shapes,
 )
 from megatrain_jax.models.losses import head_loss, head_loss_and_grads
-from megatrain_jax.models.moe import RouterStats, balance_loss
+from megatrain_jax.models.moe import Routed, RouterStats, Streaming, balance_loss
 from megatrain_jax.models.parts import times
-from megatrain_jax.models.spec import BlockSpec, Context, EmbeddingSpec, HeadSpec, LayerSpec, ModelSpec
+from megatrain_jax.models.spec import (
+    BlockSpec,
+    Context,
+    EmbeddingSpec,
+    ExpertsSpec,
+    HeadSpec,
+    LayerSpec,
+    ModelSpec,
+    TrunkSpec,
+)
 from megatrain_jax.stream.transfer import AXIS, Mesh
 
 # Options of XLA on a GPU, by what a 7B-wide layer of 32 x 1024 tokens takes on an H200: forward and backward with
@@ -94,8 +105,8 @@ class Execution:
         flat = jnp.pad(grad.reshape(-1), (0, -grad.size % self.mesh.size))
         return jax.lax.with_sharding_constraint(flat.reshape(self.mesh.size, -1), self.mesh.sharding(AXIS))
 
-    def split_rows(self, x: jax.Array) -> jax.Array:
-        """Keeps the rows of a batch on the devices that they belong to."""
+    def split_rows(self, x: Any) -> Any:
+        """Keeps the rows of a batch, of one array or several, on the devices that they belong to."""
         return x if self.mesh.size == 1 else jax.lax.with_sharding_constraint(x, self.mesh.sharding(AXIS))
 
     def accumulate(self, acc: Weights | None, grads: Weights, *, last: bool) -> dict[str, jax.Array]:
@@ -162,16 +173,47 @@ def embedding_backward(block: EmbeddingSpec, run: Execution, last: bool):
     return run.jit(backward, "acc" if not last else None)
 
 
-def _layer(block: LayerSpec, run: Execution):
-    """``(weights, x, context) -> (y, stats)`` on weights in their logical shapes."""
-    module = DecoderLayer(block, run.attention)
+InnerSpec = LayerSpec | TrunkSpec | ExpertsSpec
 
-    def apply(weights, x, context):
-        return module.apply(bind(weights), x, context)
 
+def has_stats(block: InnerSpec) -> bool:
+    """Whether a block has a router whose statistics make an auxiliary loss."""
+    return not isinstance(block, ExpertsSpec) and block.moe is not None and block.moe.balanced
+
+
+def needed_in_backward(block: InnerSpec, x: Any) -> Any:
+    """The part of a block's input that its backward reads.
+
+    Groups of experts need what goes to the experts and not the sum so far. The last one, which is the first in backward,
+    keeps it for all of them.
+    """
+    if isinstance(block, ExpertsSpec):
+        return x.routed if block.last else ()
+    return x
+
+
+class Returning(NamedTuple):
+    """What flows back between the blocks of a layer whose experts stream in groups.
+
+    Attributes:
+      dh_BxSxD, dweight_BxSxK: float32, gradients of `routed`, summed over the groups that are done.
+      dx_BxSxD: gradient of what the layer gives, and so of what each group adds.
+      routed: as the last group to be done got it.
+    """
+
+    dh_BxSxD: jax.Array
+    dweight_BxSxK: jax.Array
+    dx_BxSxD: jax.Array
+    routed: Routed
+
+
+def _on_each_device(apply, block: InnerSpec, run: Execution):
+    """``apply(weights, x, context) -> (y, stats)`` for a batch that is split over the devices.
+
+    Sorting rows by expert knows no devices: each one sorts its own, and the statistics are added.
+    """
     if block.moe is None or run.mesh.size == 1:
         return apply
-    # Sorting rows by expert knows no devices: each one sorts its own, and the statistics are added.
     mesh, split = run.mesh.sharding(AXIS).mesh, PartitionSpec(AXIS)
 
     def on_each_device(weights, x, context):
@@ -189,9 +231,15 @@ def _layer(block: LayerSpec, run: Execution):
     return apply_everywhere
 
 
+def _layer(block: InnerSpec, run: Execution):
+    """``(weights, x, context) -> (y, stats)`` on weights in their logical shapes."""
+    module = layer_module(block, run.attention)
+    return _on_each_device(lambda weights, x, context: module.apply(bind(weights), x, context), block, run)
+
+
 @functools.lru_cache(maxsize=None)
-def layer_forward(block: LayerSpec, run: Execution):
-    """``(weights, x [B, S, D], context) -> (y, stats)``."""
+def layer_forward(block: InnerSpec, run: Execution):
+    """``(weights, x [B, S, D], context) -> (y, stats)``; between parts of a layer `x` or `y` is a `Streaming`."""
     layer = _layer(block, run)
 
     def forward(weights, x, context):
@@ -202,17 +250,56 @@ def layer_forward(block: LayerSpec, run: Execution):
 
 
 @functools.lru_cache(maxsize=None)
-def layer_backward(block: LayerSpec, run: Execution, trainable: frozenset[str], last: bool):
-    """``(weights, x, dy, dstats, context, acc, sumsq) -> (dx, gradients, sumsq, marker)``; recomputes the forward."""
+def layer_backward(block: InnerSpec, run: Execution, trainable: frozenset[str], last: bool):
+    """``(weights, x, dy, dstats, context, acc, sumsq) -> (dx, gradients, sumsq, marker)``; recomputes the forward.
+
+    Between parts of a layer `dy` or `dx` is a `Returning`, and `x` is what `needed_in_backward` gave.
+    """
+    if isinstance(block, ExpertsSpec):
+        return _experts_backward(block, run, trainable, last)
     layer = _layer(block, run)
 
     def backward(weights, x, dy, dstats, context, acc, sumsq):
         train, frozen = _split(run.unpack(weights, block), trainable)
-        _, vjp = jax.vjp(lambda train, x: layer(train | frozen, x, context), train, x)
+
+        def differentiable(train, x):
+            y, stats = layer(train | frozen, x, context)
+            if isinstance(y, Streaming):
+                y = y.x_BxSxD, y.routed.h_BxSxD, y.routed.weight_BxSxK
+            return y, stats
+
+        if isinstance(dy, Returning):
+            dy = dy.dx_BxSxD.astype(jnp.float32), dy.dh_BxSxD.astype(x.dtype), dy.dweight_BxSxK
+        _, vjp = jax.vjp(differentiable, train, x)
         grads, dx = vjp((dy, dstats))
         return _finish_layer(run, grads, dx, acc, sumsq, last)
 
-    return run.jit(backward, "dy" if last else ("dy", "acc"))
+    donated = [] if isinstance(block, TrunkSpec) else ["dy"]
+    return run.jit(backward, donated if last else [*donated, "acc"])
+
+
+def _experts_backward(block: ExpertsSpec, run: Execution, trainable: frozenset[str], last: bool):
+    """`layer_backward` of a group of experts. Nothing that flows is donated: most of it goes through unchanged."""
+    module = layer_module(block)
+    added = _on_each_device(lambda w, routed, _: (module.apply(bind(w), routed, method="added"), ()), block, run)
+
+    def backward(weights, x, dy, dstats, context, acc, sumsq):
+        if block.last:
+            dh, dweight, dy, routed = 0.0, 0.0, dy, x
+        else:
+            dh, dweight, dy, routed = dy
+            routed = routed._replace(expert_BxSxK=routed.expert_BxSxK + block.experts)
+        train, frozen = _split(run.unpack(weights, block), trainable)
+
+        def differentiable(train, h, weight):
+            return added(train | frozen, Routed(h, routed.expert_BxSxK, weight), ())[0]
+
+        _, vjp = jax.vjp(differentiable, train, routed.h_BxSxD, routed.weight_BxSxK)
+        grads, more_dh, more_dweight = vjp(dy)
+        dx = Returning(dh + more_dh.astype(jnp.float32), dweight + more_dweight, dy, routed)
+        return _finish_layer(run, grads, dx, acc, sumsq, last)
+
+    return run.jit(backward, None if last else "acc")
 
 
 @functools.lru_cache(maxsize=None)
@@ -258,12 +345,12 @@ def router_loss(pooled: RouterStats, coefficient: jax.Array) -> tuple[jax.Array,
     return jax.value_and_grad(lambda stats: coefficient * balance_loss(stats))(pooled)
 
 
-def _finish_layer(run: Execution, grads: Weights, dx: jax.Array, acc: Weights | None, sumsq: jax.Array, last: bool):
+def _finish_layer(run: Execution, grads: Weights, dx: Any, acc: Weights | None, sumsq: jax.Array, last: bool):
     sums = run.accumulate(acc, grads, last=last)
     if last:
         sums, sumsq = run.close(sums, sumsq)
     dx = run.split_rows(dx)
-    return dx, sums, sumsq, _marker(dx)
+    return dx, sums, sumsq, _marker(jax.tree.leaves(dx)[0])
 
 
 @functools.lru_cache(maxsize=None)

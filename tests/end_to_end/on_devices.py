@@ -54,6 +54,20 @@ def experts() -> None:
     assert_same_gradients(grads, expected, 1e-5)
 
 
+def expert_groups() -> None:
+    """Groups of experts and the auxiliary loss, on sizes and rows that the devices do not divide."""
+    from megatrain_jax.models.moe import in_expert_groups
+    from tests.end_to_end.test_experts import MOE
+
+    spec = dataclasses.replace(small_spec(1, moe=MOE, **ODD), router_aux_loss_coef=0.3)
+    batch, weights = random_batch(spec, packed=True), random_weights(spec)
+    model = make_model(in_expert_groups(spec, 4), weights, execution(devices=jax.device_count()))
+    loss, grads = model.loss_and_grads(batch)
+    expected_loss, expected = loss_and_grads(spec, weights, [batch])
+    assert abs(loss - expected_loss) <= 1e-5 * expected_loss, (loss, expected_loss)
+    assert_same_gradients(grads, expected, 1e-5)
+
+
 def packed(how: str) -> None:
     """Packed rows against samples alone."""
     from tests.end_to_end.test_packed import on_devices

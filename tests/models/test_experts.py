@@ -48,6 +48,37 @@ def test_any_routing_fits(tokens, top, number):
         assert (experts_of_rows(rows)[np.asarray(rows.row_TxK)] == routing).all()
 
 
+@pytest.mark.parametrize("first, number", [(0, 2), (1, 3), (2, 1), (3, 2), (5, 4)])
+def test_choices_of_experts_that_are_elsewhere_have_no_row_and_add_nothing(first, number):
+    """Some of five experts are here, in the last case none of them."""
+    rows = jax.jit(sort_by_expert, static_argnums=1)(choices() - first, number)
+    choice, row = np.asarray(rows.choice_M), np.asarray(rows.row_TxK)
+    here = (choices() >= first) & (choices() < first + number)
+    assert sorted(choice[choice >= 0]) == list(np.flatnonzero(here))
+    assert (choice[row] == np.where(here, np.arange(TOKENS * TOP).reshape(TOKENS, TOP), -1)).all()
+    assert (experts_of_rows(rows)[row][here] == choices()[here] - first).all()
+    used = sum(-(-np.sum(choices() == first + e) // 8) for e in range(number))
+    assert (np.asarray(rows.expert_N) < number).sum() == used  # tiles of eight rows; the others are of no expert
+    x, values = normal(TOKENS, IN), normal(TOKENS, TOP)
+    np.testing.assert_allclose(collect(spread(x, rows), rows), here.sum(1)[:, None] * x, rtol=1e-6)
+    pulled = jax.grad(lambda values: (pick(values, rows) * (rows.choice_M >= 0)).sum())(values)
+    np.testing.assert_array_equal(pulled, here)
+
+
+@pytest.mark.parametrize("in_first", [False, True])
+def test_tiles_of_no_expert_are_zero_whatever_lies_there(in_first):
+    tiles, tile = 2 * experts.TILES_AT_ONCE, 8
+    expert_N = jnp.asarray(np.where(np.arange(tiles) < 3, np.arange(tiles), EXPERTS), jnp.int32)
+    x, w = normal(tiles * tile, IN), normal(EXPERTS, *((IN, OUT) if in_first else (OUT, IN)), seed=2)
+    x = jnp.where(
+        jnp.arange(len(x))[:, None] < experts.TILES_AT_ONCE * tile, x, jnp.nan
+    )  # of batches that are all idle
+    y, pull = jax.vjp(lambda w: grouped_matmul(x, w, expert_N, in_first), w)
+    assert not np.asarray(y[experts.TILES_AT_ONCE * tile :]).any()
+    dw = np.asarray(pull(jnp.ones_like(y))[0])
+    assert np.isfinite(dw).all() and dw[:3].any(axis=(1, 2)).all() and not dw[3:].any()
+
+
 def test_padding_stays_below_a_quarter_of_the_rows_where_there_are_many():
     assert num_rows(65536 * 8, 128) <= 65536 * 8 * 1.04
     assert num_rows(4096 * 8, 128) <= 4096 * 8 * 1.26
@@ -77,7 +108,7 @@ def test_values_of_choices_reach_their_rows_and_come_back(rows):
 def test_grouped_matmul_is_ragged_dot(rows, in_first):
     x = spread(normal(TOKENS, IN), rows)
     w = normal(EXPERTS, *((IN, OUT) if in_first else (OUT, IN)), seed=2)
-    sizes = np.bincount(experts_of_rows(rows), minlength=EXPERTS).astype(np.int32)
+    sizes = np.bincount(experts_of_rows(rows), minlength=EXPERTS + 1)[:EXPERTS].astype(np.int32)
 
     def oracle(x, w):
         return jax.lax.ragged_dot(x, w if in_first else w.swapaxes(1, 2), sizes, precision="highest")
@@ -108,14 +139,15 @@ def test_gradients_of_weights_are_added_in_float32():
 def test_bias_and_its_gradient(rows):
     y, bias, scale = normal(len(rows.choice_M), OUT), normal(EXPERTS, OUT, seed=2), normal(len(rows.choice_M), seed=3)
     expert = experts_of_rows(rows)
-    np.testing.assert_allclose(add_bias(y, bias, rows.expert_N), y + bias[expert], rtol=1e-6)
+    bias_or_none = np.append(bias, np.zeros((1, OUT), np.float32), axis=0)  # tiles of no expert have none
+    np.testing.assert_allclose(add_bias(y, bias, rows.expert_N), y + bias_or_none[expert], rtol=1e-6)
     got, pull = jax.vjp(lambda bias, scale: add_bias(y, bias, rows.expert_N, scale), bias, scale)
-    np.testing.assert_allclose(got, y + bias[expert] * scale[:, None], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, y + bias_or_none[expert] * scale[:, None], rtol=1e-5, atol=1e-6)
     dbias, dscale = pull(jnp.asarray(y))
-    expected = np.zeros_like(bias)
+    expected = np.zeros_like(bias_or_none)
     np.add.at(expected, expert, np.asarray(y * scale[:, None]))
-    np.testing.assert_allclose(dbias, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(dscale, (y * bias[expert]).sum(1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dbias, expected[:EXPERTS], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(dscale, (y * bias_or_none[expert]).sum(1), rtol=1e-4, atol=1e-5)
 
 
 def test_tiles_are_cut_to_the_rows_at_hand():

@@ -14,7 +14,8 @@ from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.models.blocks import tensor_shapes
 from megatrain_jax.models.families import spec_from_config
-from megatrain_jax.models.spec import Context, MoESpec
+from megatrain_jax.models.moe import Routed, RouterStats, in_expert_groups
+from megatrain_jax.models.spec import Context, MoESpec, TrunkSpec
 from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,
@@ -25,7 +26,7 @@ from megatrain_jax.stream.planner import (
     state_bytes_per_parameter,
     working_bytes,
 )
-from megatrain_jax.stream.templates import layer_backward, layer_forward_keeping
+from megatrain_jax.stream.templates import Returning, layer_backward, layer_forward_keeping
 from tests.conftest import small_spec
 from tests.families import first_cases, raw_config
 from tests.reference import execution, make_model, random_weights
@@ -348,3 +349,91 @@ def test_scores_in_float32_are_part_of_what_a_layer_works_with(name):
         spec = dataclasses.replace(SPEC, layers=(layer,), vocab_size=8, hidden_size=layer.hidden_size)
         planned = working_bytes(spec, tokens=rows * seq, itemsize=4, loss_tile=1, accumulate=False, attention_bytes=0)
         assert planner.scores_in_backward(layer, rows * seq) <= taken <= planned
+
+
+# ---------------------------------------------------------------------- experts in groups
+
+SPARSE = small_spec(3, hidden_size=256, head_dim=64, moe=MoESpec(12, 2, 512, shared_size=64))
+ON_DEVICE = MemoryConfig(offload_activations=False)
+
+
+def in_groups(number, memory=ON_DEVICE, **changes):
+    return plan(dataclasses.replace(memory, expert_groups=number), spec=SPARSE, micro_batches=1, **changes)
+
+
+def test_experts_stream_in_groups_only_if_a_layer_does_not_fit_and_then_in_as_few_as_do():
+    whole = in_groups(1)
+    assert in_groups("auto") == in_groups("auto", device_bytes=whole.device) == whole
+    needed = {number: in_groups(number).device for number in range(1, 13)}
+    for before, number in zip(
+        (1, 2, 3, 4, 6), (2, 3, 4, 6, 12)
+    ):  # groups of 6, 4, 3, 2 and 1; five are as large as four
+        assert needed[number] < needed[before]
+        got = in_groups("auto", device_bytes=needed[before] - 1)
+        assert (got.expert_groups, got.device) == (number, needed[number])
+        assert got.in_one_block == whole.working > got.working
+    assert needed[5] == needed[4]
+
+
+def test_all_else_is_tried_before_groups():
+    whole = in_groups(1)
+    got = in_groups("auto", MemoryConfig(), device_bytes=whole.device - 1)
+    assert (got.expert_groups, got.offload_activations) == (1, True)
+    got = in_groups("auto", MemoryConfig(), device_bytes=whole.working - 1)
+    assert got.expert_groups > 1 and got.device <= whole.working - 1
+
+
+def test_a_layer_that_fits_in_no_number_of_groups_is_refused_with_the_figures_of_most():
+    least = in_groups(12)
+    match = rf"{least.working / GIB:.3g} GiB for work on a block with the experts of a layer in 12 groups"
+    with pytest.raises(UserError, match=match):
+        in_groups("auto", device_bytes=least.device - 1)
+    with pytest.raises(UserError, match="for work on a block, and there are"):
+        in_groups(1, device_bytes=least.device)
+
+
+def test_kept_inputs_of_a_layer_in_parts_are_its_own_and_that_of_its_experts():
+    whole, cut = in_groups(1), in_groups(4)
+    assert whole.activations == 4 * 512 * 256 * 4
+    assert cut.activations == 7 * 512 * 256 * 4 + 3 * 512 * 8 * SPARSE.layers[0].moe.top_k == in_groups(2).activations
+
+
+def test_parts_of_layers_may_stay_and_keep_no_intermediates():
+    memory = dataclasses.replace(ON_DEVICE, expert_groups=3)
+    first, after = spent(memory, SPARSE)
+    assert (after.expert_groups, after.keep_layers) == (3, 0)
+    assert (
+        after.resident == tuple(range(3 * 4 + 2)) and after.device > first.device
+    )  # embedding, 3 trunks, 9 groups, head
+    _, after = spent(dataclasses.replace(memory, resident_blocks=4), SPARSE)
+    assert after.resident == (0, 1, 2, 13)
+    with pytest.raises(UserError, match="memory.keep_intermediates: 2 layers.* 3 groups are computed again"):
+        spent(dataclasses.replace(memory, keep_intermediates=2), SPARSE)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
+def test_what_a_part_of_a_layer_works_with_is_no_more_than_planned(name):
+    """What XLA takes for its backward, besides weights and gradients."""
+    spec = in_expert_groups(spec_from_config(raw_config(name)), 3)
+    rows, seq = 2, 256
+    hidden = lambda dtype: jax.ShapeDtypeStruct((rows, seq, spec.hidden_size), dtype)  # noqa: E731
+    ids = jax.ShapeDtypeStruct((rows, seq), np.int32)
+    for block in spec.structures:
+        choices = lambda dtype: jax.ShapeDtypeStruct((rows, seq, block.moe.top_k), dtype)  # noqa: B023, E731
+        routed = Routed(hidden(np.float32), choices(np.int32), choices(np.float32))
+        returning = Returning(hidden(np.float32), choices(np.float32), hidden(np.float32), routed)
+        stats = ()
+        if isinstance(block, TrunkSpec):
+            x, dy = hidden(np.float32), returning
+            number = jax.ShapeDtypeStruct((block.moe.num_experts,), np.float32)
+            stats = RouterStats(number, number, jax.ShapeDtypeStruct((), np.float32))
+        else:
+            x, dy = (routed, hidden(np.float32)) if block.last else ((), returning)
+        shapes = {p: jax.ShapeDtypeStruct(s, np.float32) for p, s in tensor_shapes(block).items()}
+        program = layer_backward(block, execution(), frozenset(shapes), True)
+        scalar = jax.ShapeDtypeStruct((), np.float32)
+        lowered = program.lower(shapes, x, dy, stats, Context(ids, ids), None, scalar)
+        taken = lowered.compile().memory_analysis().temp_size_in_bytes
+        scores = planner.scores_in_backward(block.layer, rows * seq) + 4 * block.layer.num_heads * rows * seq**2
+        planned = 4 * planner.values_in_backward(block, rows * seq) + 4 * scores * isinstance(block, TrunkSpec)
+        assert 0.25 * planned < taken < planned + 3 * 4 * block.num_parameters, (block, taken, planned)

@@ -68,12 +68,16 @@ def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: 
     return (2 if split else 4) + wire + optimizer_bytes
 
 
-def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int) -> int:
-    """Device bytes of the loss with its gradients: the head's weights and gradients, a tile of logits, hidden states."""
+def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, devices: int) -> int:
+    """Device bytes of the loss with its gradients: the head's weights and gradients, a tile of logits, hidden states.
+
+    On several devices each holds them whole besides its share of them.
+    """
     table = spec.vocab_size * spec.hidden_size
     layer = max((block.num_parameters for block in spec.structures), default=0)
     tile = min(loss_tile, tokens) * spec.vocab_size * 12
-    return table * (2 * itemsize + 4) + tile + 4 * tokens * spec.hidden_size + layer * itemsize
+    copies = 2 * itemsize + 4 + (devices > 1) * (itemsize + 4)
+    return table * copies + tile + 4 * tokens * spec.hidden_size + layer * itemsize
 
 
 def layer_bytes(
@@ -107,11 +111,18 @@ def layer_bytes(
 
 
 def working_bytes(
-    spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, accumulate: bool, attention_bytes: int
+    spec: ModelSpec,
+    *,
+    tokens: int,
+    itemsize: int,
+    loss_tile: int,
+    accumulate: bool,
+    attention_bytes: int,
+    devices: int = 1,
 ) -> int:
     """Device bytes of the widest moment of a step that keeps nothing but block inputs, without those."""
     return max(
-        head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=loss_tile),
+        head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=loss_tile, devices=devices),
         layer_bytes(
             spec,
             tokens=tokens,
@@ -213,6 +224,7 @@ def make_plan(
                 loss_tile=memory.loss_tile,
                 accumulate=micro_batches > 1,
                 attention_bytes=attention_bytes,
+                devices=devices,
             )
             for some in (spec, in_expert_groups(spec, 1))
         )
@@ -222,7 +234,10 @@ def make_plan(
             kept = group * input_bytes
             # Held as they came, or summed in float32 over the groups.
             gradients = trained * itemsize * hold_gradients if group == micro_batches else trained * 4
-            host = state + gradients + kept * devices * offload
+            # Rows of the embedding are gathered in memory of their own; see `transfer.TableRows`.
+            by_rows = own_memory and devices == 1 and group * rows * seq < spec.vocab_size
+            gathered = by_rows * rows * seq * spec.hidden_size * itemsize
+            host = state + gradients + kept * devices * offload + gathered
             device = working + kept * (not offload)
             # Without a memory of its own, what the device takes is the host's.
             host += device * (not own_memory)
@@ -291,13 +306,14 @@ def spend_room(
     itemsize = 2 if dtype == "bfloat16" else 4
     spec = in_expert_groups(spec, plan.expert_groups)
     layers, blocks = spec.layers, spec.blocks
-    tight = plan.offload_activations or plan.group_size < micro_batches
+    grouped = plan.group_size < micro_batches
+    tight = plan.offload_activations or grouped
     order = [0, len(blocks) - 1, *range(1, len(blocks) - 1)]
     staying = [0, *itertools.accumulate(blocks[block].num_parameters for block in order)]  # in so many of them
     # Master and moments, and the gradient from a block's backward on while it is held; the copy that computes is one of
     # those in flight.
     each, held = 4 + optimizer_bytes, itemsize * hold_gradients
-    at_head = head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=memory.loss_tile)
+    at_head = head_bytes(spec, tokens=tokens, itemsize=itemsize, loss_tile=memory.loss_tile, devices=devices)
     again, kept = (
         layer_bytes(
             spec,
@@ -341,7 +357,7 @@ def spend_room(
     wanted = 0
     if memory.resident_blocks != "auto":
         wanted = min(memory.resident_blocks, len(order))
-    elif own_memory and not tight:
+    elif own_memory and not grouped:
         forward = 2 * tokens * micro_batches / DEVICE_FLOPS  # seconds a parameter
         hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.active_parameters for layer in layers)
         streamed = [staying[-1] - some for some in staying]

@@ -20,6 +20,7 @@ from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,
     MARGIN,
+    head_bytes,
     intermediates,
     make_plan,
     spend_room,
@@ -266,12 +267,27 @@ def test_without_a_memory_of_its_own_nothing_stays_and_intermediates_count_for_t
     assert tight.keep_layers == 0
 
 
-def test_nothing_is_spent_when_inputs_already_had_to_leave_or_to_wait():
+def test_where_inputs_had_to_leave_the_ends_may_stay_and_where_they_had_to_wait_nothing_does():
     first, _ = spent(micro_batches=4)
-    for memory in (MemoryConfig(offload_activations=True), MemoryConfig(offload_activations=False)):
-        _, after = spent(memory, micro_batches=4, device_bytes=first.device - 1)
-        assert after.offload_activations or after.group_size < 4
-        assert (after.resident, after.keep_layers) == ((), 0)
+    _, offloaded = spent(MemoryConfig(offload_activations=True), micro_batches=4, device_bytes=first.device - 1)
+    assert offloaded.offload_activations and {0, 5} <= set(offloaded.resident) and offloaded.keep_layers == 0
+    assert offloaded.device <= first.device - 1
+    _, grouped = spent(MemoryConfig(offload_activations=False), micro_batches=4, device_bytes=first.device - 1)
+    assert grouped.group_size < 4 and (grouped.resident, grouped.keep_layers) == ((), 0)
+
+
+def test_several_devices_hold_the_head_whole_besides_their_share():
+    spec = small_spec(1, hidden_size=64)
+    one, two = (head_bytes(spec, tokens=8, itemsize=2, loss_tile=8, devices=devices) for devices in (1, 2))
+    assert two - one == 6 * spec.vocab_size * spec.hidden_size
+
+
+def test_rows_of_the_embedding_are_gathered_in_host_memory_while_they_are_fewer_than_the_table():
+    few, many = (plan(batch_size=rows, seq=8, micro_batches=2) for rows in (5, 7))
+    assert SPEC.vocab_size == 97  # 2 x 40 ids, 2 x 56
+    assert few.host - few.state - few.gradients == 5 * 8 * SPEC.hidden_size * 4
+    assert many.host == many.state + many.gradients
+    assert plan(batch_size=10, seq=8, micro_batches=2, devices=2).host == many.host
 
 
 @pytest.mark.parametrize("key, wanted", [("keep_intermediates", 3), ("resident_blocks", 4)])

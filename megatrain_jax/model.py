@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from megatrain_jax.stream.pipeline import Pipeline
 from megatrain_jax.stream.resident import ResidentTensor
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import HostGradients, Mesh, make_mesh
+
+DRAWN_AT_ONCE = 4 << 30  # bytes of random weights on their way to the store, unless a single tensor has more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,8 +283,17 @@ def initialise(store: HostStore, seed: int) -> None:
         tensor = store.tensors[name]
         tensor.assign(initial_value(store.spec, name, tensor.shape, random_source(seed, number)))
 
+    running: dict[concurrent.futures.Future, int] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        list(pool.map(draw, *zip(*enumerate(model_tensors(store.spec)), strict=True)))
+        for number, (name, shape) in enumerate(model_tensors(store.spec).items()):
+            nbytes = 4 * math.prod(shape)
+            while running and sum(running.values()) + nbytes > DRAWN_AT_ONCE:
+                for done in concurrent.futures.wait(running, return_when="FIRST_COMPLETED").done:
+                    del running[done]
+                    done.result()
+            running[pool.submit(draw, number, name)] = nbytes
+        for draws in running:
+            draws.result()
 
 
 def trainable(freeze: Sequence[str]) -> Callable[[str], bool]:

@@ -1,6 +1,9 @@
 """The public surface: transformers' logits, loss and gradients from the folder it wrote, and copies that stay."""
 
 import json
+import math
+import threading
+import time
 import types
 import warnings
 
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 
 import megatrain_jax as mt
+from megatrain_jax import model as model_module
 from megatrain_jax.config import UserError
 from megatrain_jax.model import attention_kernel, initialise, unpadded_batch
 from megatrain_jax.models.blocks import model_tensors
@@ -121,6 +125,42 @@ def test_random_weights_need_a_config_alone_and_repeat(tmp_path):
         else:
             assert not np.array_equal(other[name], value)
             assert value.std() == pytest.approx(0.05, rel=0.1) and abs(value.mean()) < 0.01
+
+
+def test_random_weights_on_their_way_to_the_store_are_bounded(monkeypatch):
+    spec, drawn, most, lock = small_spec(3), 0, 0, threading.Lock()
+    model, original = make_model(spec, random_weights(spec)), model_module.initial_value
+
+    def slow(spec, name, shape, rng):
+        nonlocal drawn, most
+        with lock:
+            drawn += 4 * math.prod(shape)
+            most = max(most, drawn)
+        time.sleep(0.005)
+        value = original(spec, name, shape, rng)
+        with lock:
+            drawn -= value.nbytes
+        return value
+
+    monkeypatch.setattr(model_module, "initial_value", slow)
+    largest = max(4 * tensor.size for tensor in model.store.tensors.values())
+    for limit, bound in ((1, largest), (2 * largest, 2 * largest)):
+        monkeypatch.setattr(model_module, "DRAWN_AT_ONCE", limit)
+        most = 0
+        initialise(model.store, 0)
+        assert 0 < most <= bound
+    assert most > largest
+
+
+def test_a_tensor_that_cannot_be_drawn_ends_it(monkeypatch):
+    spec = small_spec(1)
+
+    def fail(spec, name, shape, rng):
+        raise MemoryError(name)
+
+    monkeypatch.setattr(model_module, "initial_value", fail)
+    with pytest.raises(MemoryError):
+        initialise(make_model(spec, random_weights(spec)).store, 0)
 
 
 def test_biases_start_at_zero():

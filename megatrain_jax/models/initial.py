@@ -31,4 +31,6 @@ def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.ra
     if name.removesuffix(".weight").endswith("norm"):
         from_zero = spec.norm == "rms_offset" and not name.endswith("linear_attn.norm.weight")
         return np.full(shape, 0 if from_zero else 1, np.float32)
-    return rng.standard_normal(shape, np.float32) * np.float32(spec.initializer_range)
+    value = rng.standard_normal(shape, np.float32)
+    value *= np.float32(spec.initializer_range)
+    return value

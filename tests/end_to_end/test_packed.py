@@ -8,9 +8,12 @@ import pytest
 import megatrain_jax as mt
 from megatrain_jax.data import packing
 from megatrain_jax.data.chat import Sample
+from megatrain_jax.models.families import spec_from_config
+from megatrain_jax.models.spec import is_buffer
 from tests.conftest import small_spec
 from tests.end_to_end.test_devices import finish, start
 from tests.end_to_end.test_resume import assert_same_end
+from tests.families import raw_config
 from tests.reference import ODD, assert_same_gradients, execution, loss_and_grads, make_model, random_weights
 
 CAPACITY = 24
@@ -33,19 +36,41 @@ def packed_and_alone(spec, how, seed=0, count=11):
     return packed, packing.make_batch(alone, len(alone), CAPACITY)
 
 
-def check(spec, how, run):
+def check(spec, how, run, tolerance=1e-5):
     packed, alone = packed_and_alone(spec, how)
     weights = random_weights(spec)
     expected_loss, expected = loss_and_grads(spec, weights, [alone])
     loss, grads = make_model(spec, weights, run).loss_and_grads(*packed)
     assert abs(loss - expected_loss) <= 1e-5 * expected_loss
-    assert_same_gradients(grads, expected, 1e-5)
+    assert_same_gradients(grads, {name: expected[name] for name in grads}, tolerance)
+    assert all(is_buffer(name) for name in set(expected) - set(grads))
 
 
 @pytest.mark.parametrize("how", ["best_fit", "wrapped"])
 @pytest.mark.parametrize("layer", [{}, {"sliding_window": 5, "qk_norm": True}])
 def test_packed_rows(how, layer):
     check(small_spec(2, tied=True, **layer), how, execution())
+
+
+@pytest.mark.parametrize(
+    "name, layers",
+    [("qwen3_next", 1)]  # a gated delta layer with experts
+    + [
+        pytest.param(name, layers, marks=pytest.mark.exhaustive)
+        for name, layers in (
+            ("qwen3_5_text bias tied", 2),
+            ("gpt_oss", 2),
+            ("deepseek_v3", 2),
+            ("mixtral sliding tied", 1),
+            ("phi3 partial longrope tied", 1),
+            ("gemma3_text", 2),
+        )
+    ],
+)
+def test_packed_rows_of_other_layers(name, layers):
+    """Of gated delta layers, and of experts, whose balance is one of all samples whatever rows they are in."""
+    spec = spec_from_config(raw_config(name) | {"num_hidden_layers": layers})
+    check(spec, "best_fit", execution(), 1e-4)
 
 
 def test_packed_rows_on_eight_devices():

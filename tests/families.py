@@ -54,9 +54,15 @@ CASES: dict[str, dict[str, Any]] = {
     "llama yarn": {"rope_scaling": YARN},
     "llama longrope": {"rope_scaling": longrope(4, original_max_position_embeddings=16)},
     "mistral": {"head_dim": 16, "sliding_window": 6},
-    "mistral full": {"sliding_window": None, "hidden_act": "relu"},
+    "mistral full tied": {"sliding_window": None, "hidden_act": "relu", "tie_word_embeddings": True},
     "qwen2": {},
-    "qwen2 mixed": {"use_sliding_window": True, "sliding_window": 6, "layer_types": [SLIDING, FULL]},
+    "qwen2 mixed tied": {
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "layer_types": [SLIDING, FULL],
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3 mixed bias": {
         "head_dim": 16,
@@ -81,7 +87,8 @@ CASES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 4,
         "layer_types": [FULL, SLIDING],
     },
-    "gemma2 no caps": {
+    "gemma2 no caps untied": {
+        "tie_word_embeddings": False,
         "head_dim": 16,
         "sliding_window": 6,
         "attn_logit_softcapping": None,
@@ -96,7 +103,9 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_local_base_freq": 100.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    "gemma3_text nested": {
+    "gemma3_text nested bias untied": {
+        "attention_bias": True,
+        "tie_word_embeddings": False,
         "head_dim": 16,
         "sliding_window": 6,
         "layer_types": [SLIDING, FULL],
@@ -107,7 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
             FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
         },
     },
-    "phi3": {"sliding_window": 6},
+    "phi3": {"sliding_window": 6, "head_dim": 16},
     "phi3 longrope": {
         "original_max_position_embeddings": 16,
         "rope_scaling": longrope(4),
@@ -122,13 +131,27 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm": {"head_dim": 16},
-    "glm no bias": {"head_dim": 16, "attention_bias": False, "partial_rotary_factor": 0.25},
+    "glm no bias tied": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+        "tie_word_embeddings": True,
+    },
     "glm4": {"head_dim": 16},
-    "glm4 tied": {"head_dim": 16, "tie_word_embeddings": True, "rope_scaling": YARN, "attention_bias": False},
+    "glm4 tied": {
+        "head_dim": 16,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_scaling": YARN,
+        "attention_bias": False,
+    },
     "olmo2": {"rope_theta": 5e5},
     "olmo2 bias tied": {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 16},
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 6, "rope_scaling": YARN},
-    "olmo3 nested": {
+    "olmo3 nested tied": {
+        "head_dim": 16,
+        "tie_word_embeddings": True,
         "sliding_window": 6,
         "layer_types": [FULL, SLIDING],
         "attention_bias": True,
@@ -139,6 +162,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"no_rope_layers": [1, 0], "rope_theta": 1e4},
     "smollm3 sliding bias": {
+        "head_dim": 16,
         "num_hidden_layers": 3,
         "no_rope_layer_interval": 2,
         "use_sliding_window": True,
@@ -156,7 +180,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "granite bias": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "cohere": {"logit_scale": 0.25},
-    "cohere qk norm bias untied": {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False},
+    "cohere qk norm bias untied": {
+        "head_dim": 16,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
     "cohere2": {"num_hidden_layers": 3, "sliding_window": 6, "sliding_window_pattern": 3},
     "qwen3_5_text": {
         "num_hidden_layers": 3,
@@ -175,7 +204,13 @@ CASES: dict[str, dict[str, Any]] = {
         **DELTA,
         "linear_conv_kernel_dim": 2,
     },
-    "cohere2 bias": {"sliding_window": 6, "attention_bias": True, "layer_types": [FULL, SLIDING]},
+    "cohere2 bias untied": {
+        "logit_scale": 0.5,
+        "sliding_window": 6,
+        "attention_bias": True,
+        "layer_types": [FULL, SLIDING],
+        "tie_word_embeddings": False,
+    },
 }
 
 # Families with experts. 21 + 9 tokens go to 6 or 8 experts, so each expert has some and none has all.
@@ -191,35 +226,52 @@ CASES |= {
     | {"tie_word_embeddings": True, "router_aux_loss_coef": 0.0},
     "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 40},
     "qwen2_moe sliding mixed": {**QWEN_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "norm_topk_prob": True}
-    | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 6, "qkv_bias": False},
+    | {"shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 6, "qkv_bias": False}
+    | {"head_dim": 16, "mlp_only_layers": [1], "tie_word_embeddings": True},
     "qwen3_moe": {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True},
-    "qwen3_moe mixed": {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 3, "mlp_only_layers": [1]}
-    | {"attention_bias": True, "use_sliding_window": True, "sliding_window": 6, "norm_topk_prob": False},
+    "qwen3_moe mixed": {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 4, "mlp_only_layers": [1]}
+    | {
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "norm_topk_prob": False,
+    },
     "qwen3_next": {**QWEN_MOE, **DELTA, "head_dim": 16, "full_attention_interval": 2}
     | {"shared_expert_intermediate_size": 40},
-    "qwen3_next mixed": {**QWEN_MOE, **DELTA, "head_dim": 16, "layer_types": [FULL, LINEAR], "attention_bias": True}
-    | {"mlp_only_layers": [0], "norm_topk_prob": False, "tie_word_embeddings": True},
+    "qwen3_next mixed": {**QWEN_MOE, **DELTA, "head_dim": 16, "num_hidden_layers": 4, "attention_bias": True}
+    | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    | {"linear_conv_kernel_dim": 3, "num_key_value_heads": 1, "norm_topk_prob": False, "tie_word_embeddings": True},
     "qwen3_5_moe_text": {**QWEN_MOE, **DELTA, "head_dim": 16, "full_attention_interval": 2}
     | {"rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "mrope_section": [1, 1, 0]}},
+    "qwen3_5_moe_text bias tied": {**QWEN_MOE, **DELTA, "head_dim": 16, "layer_types": [FULL, LINEAR]}
+    | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "linear_conv_kernel_dim": 2}
+    | {"shared_expert_intermediate_size": 40},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 6}
     | {"swiglu_limit": 0.5, "router_aux_loss_coef": 0.1}
     | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False}},
-    "gpt_oss defaults": {
+    "gpt_oss no bias tied": {
         "head_dim": 16,
+        "swiglu_alpha": 1.2,
+        "tie_word_embeddings": True,
         "num_local_experts": 6,
         "layer_types": [FULL, SLIDING],
         "attention_bias": False,
     },
     "deepseek_v2": {**DEEPSEEK, "topk_method": "greedy", "q_lora_rank": 12, "rope_scaling": MSCALE_YARN},
     "deepseek_v2 groups": {**DEEPSEEK, "topk_method": "group_limited_greedy", "q_lora_rank": None}
-    | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 3.0, "tie_word_embeddings": True},
+    | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 3.0, "tie_word_embeddings": True}
+    | {"n_shared_experts": 1},
     "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 12, "rope_scaling": MSCALE_YARN},
     "deepseek_v3 halves": {**DEEPSEEK, "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False}
-    | {"attention_bias": True, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    | {"attention_bias": True, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+    | {"n_shared_experts": 2, "routed_scaling_factor": 1.5, "tie_word_embeddings": True},
     "glm4_moe": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
     | {"attention_bias": True},
     "glm4_moe qk norm groups": {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    | {"use_qk_norm": True, "n_group": 2, "topk_group": 1, "partial_rotary_factor": 1.0, "n_shared_experts": 2},
+    | {"use_qk_norm": True, "n_group": 4, "topk_group": 2, "partial_rotary_factor": 1.0, "n_shared_experts": 2}
+    | {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5, "tie_word_embeddings": True},
 }
 
 

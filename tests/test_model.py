@@ -242,6 +242,26 @@ def test_padded_values_of_latent_attention_count_as_heads(value_dim, fused):
     assert attention_kernel("auto", spec, some_gpus(GPU_H200), "bfloat16") == ("cudnn" if fused else "xla")
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"attention_chunk_size": 8}, "attention_chunk_size = 8 is not supported"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'"),
+        ({"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
+        ({"intermediate_size": 40}, "where config.json asks for"),
+    ],
+)
+def test_nothing_is_allocated_for_what_is_refused(tmp_path, monkeypatch, changes, message):
+    write_config(tmp_path)
+    mt.save(mt.load(tmp_path, init="random"), tmp_path / "out")
+    write_config(tmp_path / "out", **changes)
+    monkeypatch.setattr("megatrain_jax.model.HostStore", lambda *args, **options: pytest.fail("memory was allocated"))
+    with pytest.raises(UserError, match=message):
+        mt.load(tmp_path / "out")
+
+
 @pytest.fixture(scope="module")
 def model():
     spec = small_spec(2, tied=True, sliding_window=4, qk_norm=True)

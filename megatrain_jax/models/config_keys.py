@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax.config import UserError
 from megatrain_jax.models.spec import ROPE_KINDS, RopeSpec
 
+_LARGEST = 2**31 - 1  # of whole numbers: sizes are int32 where they are computed with
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # What each kind of rotary embedding reads besides its base.
@@ -44,14 +46,14 @@ def only(config: Mapping[str, Any], key: str, *accepted: Any, where: str = "") -
 
 def count(config: Mapping[str, Any], key: str, least: int = 1) -> int:
     value = config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _LARGEST:
         raise UserError(f"config.json: {key} is {value!r}; it must be a whole number, {least} or more")
     return value
 
 
 def number(config: Mapping[str, Any], key: str, where: str = "") -> float:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise UserError(f"config.json: {where}{key} is {value!r}; it must be a number above 0")
     return float(value)
 
@@ -241,6 +243,8 @@ def _longrope(rope: Mapping[str, Any], where: str, frequencies: int, common: dic
         attention_factor = number(rope, "attention_factor", where=f"{where}.")
     elif common["factor"] <= 1:
         attention_factor = 1.0
+    elif original == 1:
+        raise UserError(f"config.json: {where}: original_max_position_embeddings is 1; longrope needs 2 or more")
     else:
         attention_factor = math.sqrt(1 + math.log(common["factor"]) / math.log(original))
     return RopeSpec(

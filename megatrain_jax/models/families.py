@@ -22,6 +22,7 @@ from megatrain_jax.models.dense import DENSE
 from megatrain_jax.models.sparse import SPARSE, SPARSE_KEYS
 from megatrain_jax.models.spec import ModelSpec
 
+_MOST_LAYERS = 10_000  # an order of magnitude above any model: a number that would fill memory is a mistake
 _FAMILIES: dict[str, Family] = {**DENSE, **SPARSE}
 
 # What a config may hold besides; families that compute with one of these name it in `_FAMILIES`. For the others, null or
@@ -90,14 +91,23 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
       UserError: the family, or a setting that changes what it computes, is not supported, or a value makes no sense.
     """
     name = config.get("model_type")
-    if name not in _FAMILIES:
-        why = f" ({_REFUSED[name]})" if name in _REFUSED else ""
+    if not isinstance(name, str) or name not in _FAMILIES:
+        why = f" ({_REFUSED[str(name)]})" if str(name) in _REFUSED else ""
         raise UserError(f"config.json: model_type {name!r} is not supported{why}; supported: {', '.join(_FAMILIES)}")
     family = _FAMILIES[name]
     known = (f"{family.class_name}ForCausalLM", f"{family.class_name}Model")
-    for architecture in config.get("architectures") or ():
+    architectures = config.get("architectures") or ()
+    if not isinstance(architectures, (list, tuple)):
+        raise UserError(f"config.json: architectures is {architectures!r}; it must be a list of names")
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers is {layers}; it must be {_MOST_LAYERS} at most")
+    for architecture in architectures:
         if architecture not in known:
             raise UserError(f"config.json: architecture {architecture!r} is not supported; supported: {known[0]}")
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) is not None and not isinstance(config[key], Mapping):
+            raise UserError(f"config.json: {key} is {config[key]!r}; it must be an object of rotary settings")
     for key, accepted in _NEUTRAL.items():
         if key not in family.reads:
             only(config, key, *accepted)

@@ -327,7 +327,7 @@ def _latent(config: Mapping[str, Any], *, interleaved: bool, **switches: Any) ->
     only(config, "num_key_value_heads", heads)
     rank = None if config["q_lora_rank"] is None else count(config, "q_lora_rank")
     latent = LatentSpec(rank, count(config, "kv_lora_rank"), nope, rope_dim, count(config, "v_head_dim"))
-    # The config's head_dim, if any, is that of the rotated part.
+    only(config, "head_dim", rope_dim)  # what transformers 5 writes
     config = {**config, "head_dim": nope + rope_dim, "num_key_value_heads": None}
     rope = read_rope(config, "full_attention", rope_dim, interleaved=interleaved)
     scale = (nope + rope_dim) ** -0.5
@@ -355,7 +355,7 @@ def _with_experts(spec: ModelSpec, moe: MoESpec, is_sparse: Callable[[int], bool
 
 def _balanced(config: Mapping[str, Any], spec: ModelSpec) -> ModelSpec:
     coefficient = config.get("router_aux_loss_coef", 0.001)
-    if isinstance(coefficient, bool) or not isinstance(coefficient, (int, float)) or not 0 <= coefficient < math.inf:
+    if isinstance(coefficient, bool) or not isinstance(coefficient, (int, float)) or not 0 <= coefficient <= 1e9:
         raise UserError(f"config.json: router_aux_loss_coef is {coefficient!r}; it must be a number, 0 or more")
     some = any(layer.moe for layer in spec.layers)
     return dataclasses.replace(spec, router_aux_loss_coef=float(coefficient) if some else 0.0)

@@ -265,6 +265,20 @@ def test_the_environment_is_settled_before_jax_and_the_users_values_win(project)
     assert (done.stdout, done.stderr) == (expected, "")
 
 
+@pytest.mark.parametrize("device, expected", [("all", "GROUP"), ("cuda", None)])
+def test_several_gpus_of_a_process_launch_collectives_as_one(project, device, expected):
+    config = project.write(model={"device": device})
+    code = (
+        "import os\n"
+        "from megatrain_jax import train\n"
+        "from megatrain_jax.config import load_config\n"
+        f"train.settle_environment(load_config({str(config)!r}))\n"
+        "print(os.environ.get('NCCL_LAUNCH_MODE'))\n"
+    )
+    assert in_a_process(code).stdout == f"{expected}\n"
+    assert in_a_process(code, NCCL_LAUNCH_MODE="PARALLEL").stdout == "PARALLEL\n"
+
+
 def test_the_limit_of_the_pinned_pool_follows_the_model_and_the_batch(project):
     config = load_config(project.write())
     assert train.pinned_pool_gib(config) == 8

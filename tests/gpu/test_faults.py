@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -26,11 +27,12 @@ def has_gpu() -> bool:
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
 
-# A computation that never ends, and a main thread inside the runtime that waits for it.
+# A computation that never ends. The runtime may hold its caller at the call or at the wait for the result.
 ENDLESS = """
 import jax, jax.numpy as jnp
-endless = jax.jit(lambda x: jax.lax.while_loop(lambda x: x[0] >= 0, lambda x: jnp.abs(jnp.sin(x)), x))
-x = endless(jnp.ones(1 << 20))
+x = jnp.ones(1 << 20)
+loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x[0] >= 0, lambda x: jnp.abs(jnp.sin(x)), x)).lower(x).compile()
+endless = lambda: loop(x).block_until_ready()
 """
 
 
@@ -88,9 +90,11 @@ def test_the_second_signal_ends_a_wait_for_the_device(number):
     code = (
         f"{ENDLESS}\nfrom megatrain_jax.signals import ended_by_interrupt, stop_signals\n"
         "with ended_by_interrupt(), stop_signals(lambda line: print(line, flush=True)):\n"
-        "    print('waits', flush=True)\n    x.block_until_ready()"
+        "    print('waits', flush=True)\n    endless()"
     )
     with process(code) as run:
+        too_late = threading.Timer(90, run.kill)
+        too_late.start()
         try:
             assert run.stdout.readline() == "waits\n"
             time.sleep(1)
@@ -100,14 +104,18 @@ def test_the_second_signal_ends_a_wait_for_the_device(number):
             run.send_signal(number)
             assert run.wait(60) == 128 + number and time.monotonic() - began < 10
         finally:
+            too_late.cancel()
             run.kill()
 
 
 def test_a_device_that_never_answers_is_named_and_the_process_ends():
     code = (
         f"{ENDLESS}\nfrom megatrain_jax.watchdog import Watchdog, waiting\n"
-        "with Watchdog(3, print), waiting('the device to finish the forward of block 3'):\n    x.block_until_ready()"
+        "with Watchdog(3, print), waiting('the device to finish the forward of block 3'):\n    endless()"
     )
     with process(code) as run:
-        _, err = run.communicate(timeout=90)
+        try:
+            _, err = run.communicate(timeout=90)
+        finally:
+            run.kill()
         assert run.returncode == 1 and "waits for the device to finish the forward of block 3" in err.splitlines()[-1]

@@ -17,7 +17,8 @@ import ctypes
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,9 +27,10 @@ import numpy as np
 
 from megatrain_jax.host import rounding
 
-CHUNK = 1 << 20  # elements; XLA emits one loop per output, so the operands of a chunk must fit in cache
-GROUP = 4  # chunks updated by one call
-WORKERS = 8  # calls in flight
+CHUNK = 1 << 20  # elements updated by one call
+# Elements of one turn of its loop; XLA emits one loop per output, so the operands of a turn must fit in cache. Before jax 0.11
+# the barrier in `_apply` is dropped and XLA copies whole chunks in every turn, so a chunk is one there.
+TILE = 1 << 14 if jax.__version_info__ >= (0, 11) else CHUNK
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
 
 
@@ -93,29 +95,46 @@ def _allocate(shape: tuple[int, ...], dtype) -> jax.Array:
 
 @functools.partial(
     jax.jit,
-    static_argnames=("step", "wire_dtype"),
+    static_argnames=("step", "tile", "wire_dtype"),
     donate_argnames=("params", "state", "scratch"),
     keep_unused=True,
 )
-def _apply(params, state, scratch, grad, scale, *, step, wire_dtype):
-    """One optimizer step on a group of chunks. `scratch` is only memory for the copy that goes to the wire."""
-    ends = np.cumsum([p.size for p in params])
-    grads = [grad[end - p.size : end].reshape(p.shape) for p, end in zip(params, ends, strict=True)]
-    params, state = step(params, state, grads, scale)
-    return params, state, [rounding.to_dtype(p.reshape(-1), wire_dtype) for p in params] if scratch else []
+def _apply(params, state, scratch, grad, scale, *, step, tile, wire_dtype):
+    """One optimizer step on a chunk: tile by tile in one thread, or at once if `tile` is None.
+
+    `scratch` is memory for the bits of the copy that goes to the wire, None if there is none.
+    """
+    round_ = lambda p: None if scratch is None else rounding.to_dtype(p.reshape(-1), wire_dtype).view(scratch.dtype)  # noqa: E731
+    if tile is None or params.size <= tile:
+        (params,), state = step([params], state, [grad.reshape(params.shape)], scale)
+        return params, state, round_(params)
+    whole = params.shape
+
+    def turn(arrays, start, length, last=False):
+        cut = lambda x: jax.lax.dynamic_slice(x, (start,), (length,)) if x.shape == whole else x  # noqa: E731
+        params, state, _ = jax.tree.map(cut, arrays)
+        (params,), state = step([params], state, [cut(grad)], scale)
+        # Without the barrier XLA computes a value again where it is read, from what was overwritten: it would copy all.
+        params, state = jax.lax.optimization_barrier((params, state))
+        put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (start,)) if x.shape == whole else y if last else x  # noqa: E731
+        return jax.tree.map(put, arrays, (params, state, round_(params)))
+
+    turns = (params.size - 1) // tile
+    arrays = jax.lax.fori_loop(0, turns, lambda i, arrays: turn(arrays, i * tile, tile), (params, state, scratch))
+    return turn(arrays, turns * tile, params.size - turns * tile, last=True)
 
 
 @dataclasses.dataclass
-class _Group:
-    """Chunks that are updated by one call, and their optimizer state."""
+class _Chunk:
+    """What is updated by one call, and its optimizer state."""
 
     start: int  # offset in the row, in elements
-    params: list[jax.Array]
+    params: jax.Array
     state: Any = None
 
     @property
     def stop(self) -> int:
-        return self.start + sum(p.size for p in self.params)
+        return self.start + self.params.size
 
 
 def _chunk_lengths(size: int) -> list[int]:
@@ -161,28 +180,20 @@ class PlainRow:
     """
 
     def __init__(self, shape: tuple[int, ...], wire: np.ndarray | None, *, whole: bool):
-        self._groups: list[_Group] = []
-        if whole or wire is None:
-            self._groups.append(_Group(0, [_allocate(shape, jnp.float32)]))
-        else:
-            lengths = _chunk_lengths(shape[0])
-            for part in np.array_split(np.asarray(lengths), math.ceil(len(lengths) / GROUP)):
-                start = self._groups[-1].stop if self._groups else 0
-                self._groups.append(_Group(start, [_allocate((int(n),), jnp.float32) for n in part]))
+        self._tile = None if whole or wire is None else TILE
+        self._chunks: list[_Chunk] = []
+        for length in [shape] if self._tile is None else [(n,) for n in _chunk_lengths(shape[0])]:
+            self._chunks.append(_Chunk(self._chunks[-1].stop if self._chunks else 0, _allocate(length, jnp.float32)))
         self._separate_wire = wire is not None
-        self.wire = view(self._groups[0].params[0]).reshape(-1) if wire is None else wire
+        self.wire = view(self._chunks[0].params).reshape(-1) if wire is None else wire
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[slice, np.ndarray]]:
         """Of each chunk that overlaps ``[start, stop)``: where in that range, and a flat writable view of the overlap."""
-        for group in self._groups:
-            if group.start >= stop or group.stop <= start:
-                continue
-            at = group.start
-            for chunk in group.params:
-                low, high = max(at, start), min(at + chunk.size, stop)
-                if low < high:
-                    yield slice(low - start, high - start), view(chunk).reshape(-1)[low - at : high - at]
-                at += chunk.size
+        for chunk in self._chunks:
+            low, high = max(chunk.start, start), min(chunk.stop, stop)
+            if low < high:
+                here = slice(low - chunk.start, high - chunk.start)
+                yield slice(low - start, high - start), view(chunk.params).reshape(-1)[here]
 
     def write(self, values: np.ndarray, start: int = 0) -> None:
         stop = start + values.size
@@ -197,43 +208,39 @@ class PlainRow:
 
     def init_state(self, rule: Rule) -> None:
         with jax.default_device(cpu_device()):
-            for group in self._groups:
-                group.state = rule.init(group.params)
+            for chunk in self._chunks:
+                chunk.state = rule.init([chunk.params])
 
     def update(self, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
         """Raises RuntimeError if the state did not change in place, so that memory would have doubled."""
-        list(_workers().map(lambda group: self._update_group(group, rule, grad, scale), self._groups))
+        list(_workers().map(lambda chunk: self._update_chunk(chunk, rule, grad, scale), self._chunks))
 
-    def _update_group(self, group: _Group, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
-        scratch = _scratch.take(group.params, self.wire.dtype) if self._separate_wire else []
-        before = _pointers((group.params, group.state, scratch))
-        group.params, group.state, scratch = _apply(
-            group.params,
-            group.state,
+    def _update_chunk(self, chunk: _Chunk, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
+        scratch = _scratch.take(chunk.params.size, self.wire.dtype) if self._separate_wire else None
+        before = _pointers((chunk.params, chunk.state, scratch))
+        chunk.params, chunk.state, scratch = _apply(
+            chunk.params,
+            chunk.state,
             scratch,
-            jax.device_put(grad[group.start : group.stop], cpu_device()),
+            jax.device_put(grad[chunk.start : chunk.stop], cpu_device()),
             scale,
             step=rule.step,
+            tile=self._tile,
             wire_dtype=self.wire.dtype,
         )
-        jax.block_until_ready((group.params, group.state, scratch))
-        if _pointers((group.params, group.state, scratch)) != before:
+        jax.block_until_ready((chunk.params, chunk.state, scratch))
+        if _pointers((chunk.params, chunk.state, scratch)) != before:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
-        start = group.start
-        for chunk in scratch:
-            np.copyto(self.wire[start : start + chunk.size], view(chunk))
-            start += chunk.size
-        if scratch:
+        if scratch is not None:
+            np.copyto(self.wire[chunk.start : chunk.stop].view(scratch.dtype), view(scratch))
             _scratch.give(scratch)
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:
         found = collections.defaultdict(list)
-        for group in self._groups:
-            ends = np.cumsum([p.size for p in group.params]) + group.start
-            for path, leaf in jax.tree_util.tree_flatten_with_path(group.state)[0]:
-                index = getattr(path[-1], "idx", None)
-                if leaf.ndim and index is not None and leaf.shape == group.params[index].shape:
-                    where = slice(int(ends[index]) - leaf.size, int(ends[index]))
+        for chunk in self._chunks:
+            for path, leaf in jax.tree_util.tree_flatten_with_path(chunk.state)[0]:
+                if leaf.ndim and hasattr(path[-1], "idx") and leaf.shape == chunk.params.shape:
+                    where = slice(chunk.start, chunk.stop)
                     found[jax.tree_util.keystr(path[:-1])].append((view(leaf).reshape(-1), where))
                 else:
                     found[jax.tree_util.keystr(path)].append((view(leaf), None))
@@ -290,19 +297,22 @@ class SplitRow:
 
 
 class _Scratch:
-    """Memory that the rounded weights of a group pass through, reused by every group of the same lengths."""
+    """Memory that the rounded weights of a chunk pass through, reused by every chunk of the same length.
+
+    As unsigned numbers, because XLA does not vectorise a copy of bfloat16.
+    """
 
     def __init__(self):
         self._free = collections.defaultdict(list)
 
-    def take(self, params: Sequence[jax.Array], dtype: np.dtype) -> list[jax.Array]:
+    def take(self, size: int, dtype: np.dtype) -> jax.Array:
         try:
-            return self._free[tuple(p.size for p in params), np.dtype(dtype)].pop()
+            return self._free[size, dtype.itemsize].pop()
         except IndexError:
-            return [_allocate((p.size,), dtype) for p in params]
+            return _allocate((size,), f"uint{8 * dtype.itemsize}")
 
-    def give(self, scratch: list[jax.Array]) -> None:
-        self._free[tuple(p.size for p in scratch), np.dtype(scratch[0].dtype)].append(scratch)
+    def give(self, scratch: jax.Array) -> None:
+        self._free[scratch.size, scratch.dtype.itemsize].append(scratch)
 
 
 _scratch = _Scratch()
@@ -310,5 +320,6 @@ _scratch = _Scratch()
 
 @functools.lru_cache(maxsize=1)
 def _workers() -> concurrent.futures.ThreadPoolExecutor:
-    """Threads that each update one group at a time; XLA's own threads share the work inside a group."""
-    return concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="megatrain-update")
+    """Threads that each update one chunk at a time; two cores are left to the threads that dispatch and watch."""
+    count = max(1, len(os.sched_getaffinity(0)) - 2)
+    return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="megatrain-update")

@@ -178,6 +178,7 @@ SHAPES = [{"weight": (3, 61)}, {}, {"norm.weight": (5,)}]
 @pytest.mark.parametrize("wire", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_updates_equal_optax_on_the_tensors(monkeypatch, name, wire):
     monkeypatch.setattr(layouts, "CHUNK", 64)
+    monkeypatch.setattr(layouts, "TILE", 24)
     whole = needs_whole_tensors(OptimizerConfig(type=name))
     store = HostStore(small_spec(1), SHAPES, wire_dtype=wire, layout="whole" if whole else "chunks")
     rng = np.random.default_rng(0)
@@ -205,6 +206,26 @@ def test_updates_equal_optax_on_the_tensors(monkeypatch, name, wire):
     for key, tensor in store.tensors.items():
         np.testing.assert_allclose(tensor.read(), expected[key], rtol=0, atol=1e-6)
         assert np.abs(tensor.read() - weights[key]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", sorted(ELEMENTWISE))
+def test_elementwise_optimizers_are_applied_tile_by_tile(monkeypatch, name):
+    """Chunks of two whole tiles and a part of one, and a chunk smaller than a tile."""
+    monkeypatch.setattr(layouts, "CHUNK", 64)
+    monkeypatch.setattr(layouts, "TILE", 24)
+    store = HostStore(small_spec(1), [{"weight": (3, 50)}, {}, {}], wire_dtype="bfloat16")
+    (tensor,) = store.tensors.values()
+    rng = np.random.default_rng(0)
+    weights, *grads = (rng.standard_normal((3, 50)).astype(np.float32) for _ in range(4))
+    tensor.assign(weights)
+    host = HostOptimizer(store, OptimizerConfig(type=name), TrainingConfig(learning_rate=1e-2, weight_decay=0.1), 20)
+    for grad in grads:
+        host.update(tensor, [grad.reshape(-1)], 1.0)
+    schedule = make_schedule(TrainingConfig(learning_rate=1e-2), 20)
+    plain = make_transformation(OptimizerConfig(type=name), 0.1, schedule, decay=True)
+    expected = some_steps(plain, {"w": weights}, [{"w": grad} for grad in grads])["w"]
+    np.testing.assert_allclose(tensor.read(), expected, rtol=0, atol=1e-6)
+    assert np.abs(tensor.read() - weights).max() > 1e-4
 
 
 @pytest.mark.parametrize("name, decay", [("adamw", 0.01), ("lion", 0.01), ("adam", 0.0), ("sgd", 0.0)])

@@ -163,15 +163,7 @@ def load(
     mesh = mesh or make_mesh(device)
     by_structure = {block: tensor_shapes(block) for block in set(spec.blocks)}
     shapes = [by_structure[block] for block in spec.blocks]
-    if layout == "whole" and mesh.size > 1:
-        raise UserError(
-            "optimizer.type: this one needs whole tensors, which are split over several devices; use one device"
-        )
-    if layout == "whole" and spec.expert_groups > 1:
-        raise UserError(
-            f"optimizer.type: this one needs whole tensors, and experts stream in {spec.expert_groups} groups; use an "
-            "elementwise one such as adamw, or set memory.expert_groups: 1"
-        )
+    check_layout(layout, mesh, spec.expert_groups)
 
     @functools.cache
     def make_store() -> HostStore:
@@ -205,6 +197,21 @@ def load(
         fp8_block=fp8_block(config),
     )
     return Model(spec, make_store(), run, config, Path(path), report.notes)
+
+
+def check_layout(layout: Layout, mesh: Mesh, expert_groups: int) -> None:
+    """Raises UserError if an optimizer that looks at whole tensors would get parts."""
+    if layout != "whole":
+        return
+    if mesh.size > 1:
+        raise UserError(
+            "optimizer.type: this one needs whole tensors, which are split over several devices; use one device"
+        )
+    if expert_groups > 1:
+        raise UserError(
+            f"optimizer.type: this one needs whole tensors, and experts stream in {expert_groups} groups; use an "
+            "elementwise one such as adamw, or set memory.expert_groups: 1"
+        )
 
 
 def load_for_training(

@@ -178,6 +178,7 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
         raise UserError(
             f"{error}; memory is added to this machine as it is used: set memory.host_budget to what it may have"
         ) from None
+    models.check_layout(choose_layout(config.optimizer, config.model.dtype), mesh, first.expert_groups)
     tokens = math.ceil(training.batch_size / mesh.size) * seq
     return spend_room(
         first, prepared.spec, config.memory, tokens=tokens, optimizer_bytes=_optimizer_bytes(config), **common

@@ -86,6 +86,28 @@ def test_a_run_says_which_kernels_compute(project, monkeypatch, platform, dtype,
     assert line.startswith(f"kernels    {expected}") and len(p.resident) == resident
 
 
+def test_a_run_in_groups_goes_on_in_groups_and_other_optimizers_are_refused(project, tmp_path):
+    experts = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "architectures": None,
+    }
+    model = {"name": str(write_model(tmp_path / "sparse", model_type="qwen3_moe", **experts))}
+    config, mesh = project.config(model=model), make_mesh("cpu")
+    prepared = preparation.prepare(config)
+    assert preparation.resumed_plan(config, prepared, mesh, 0, 0, 3).expert_groups == 3
+    asked = project.config(model=model, memory={"expert_groups": 2})
+    p = preparation.resumed_plan(asked, prepared, mesh, 0, 0, 3)
+    assert p.expert_groups == 2
+    assert "experts of a layer stream in 2 groups" in preparation.describe_plan(asked, prepared, p, mesh)[-1]
+    assert "expert_groups" not in preparation.identity(asked, prepared)["model"]
+    whole = project.config(model=model, memory={"expert_groups": 2}, optimizer={"type": "lamb"})
+    with pytest.raises(UserError, match="optimizer.type: .* experts stream in 2 groups"):
+        preparation.plan(whole, prepared, mesh)
+
+
 def on_a_disk_with(monkeypatch, free):
     usage = collections.namedtuple("Usage", "total used free")
     monkeypatch.setattr(preparation.shutil, "disk_usage", lambda path: usage(1 << 50, 0, free))

@@ -69,7 +69,7 @@ def sort_by_expert(expert_TxK: jax.Array, experts: int) -> Rows:
     row = jnp.where(flat[order] < experts, number + shift[flat[order]], rows + number)
     return Rows(
         jnp.full(rows, -1, jnp.int32).at[row].set(order.astype(jnp.int32), mode="drop", unique_indices=True),
-        # All rows are full only if each expert has many, and then it wastes a part of its last tile.
+        # The last row is padding: if every tile is taken, each expert wastes a part of its last one.
         jnp.zeros(choices, jnp.int32)
         .at[order]
         .set(jnp.minimum(row, rows - 1), unique_indices=True)

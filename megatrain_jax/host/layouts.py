@@ -31,6 +31,7 @@ CHUNK = 1 << 20  # elements updated by one call
 # Elements of one turn of its loop; XLA emits one loop per output, so the operands of a turn must fit in cache. Before jax 0.11
 # the barrier in `_apply` is dropped and XLA copies whole chunks in every turn, so a chunk is one there.
 TILE = 1 << 14 if jax.__version_info__ >= (0, 11) else CHUNK
+PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
 
 
@@ -143,6 +144,15 @@ def _chunk_lengths(size: int) -> list[int]:
     return [min(length, size - start) for start in range(0, max(size, 1), length)]
 
 
+def _by_parts(size: int, work: Callable[[slice], None]) -> None:
+    """Does `work` to every part of a range, in several threads, since NumPy keeps to one; with one it is slower than a disk."""
+    parts = [slice(start, min(start + PART, size)) for start in range(0, size, PART)]
+    if len(parts) > 1:
+        list(_workers().map(work, parts))
+    elif parts:
+        work(parts[0])
+
+
 def _pointers(tree: Any) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.ndim]
 
@@ -198,7 +208,8 @@ class PlainRow:
     def write(self, values: np.ndarray, start: int = 0) -> None:
         stop = start + values.size
         if self._separate_wire:
-            rounding.assign(self.wire[start:stop], values)
+            wire = self.wire[start:stop]
+            _by_parts(values.size, lambda part: rounding.assign(wire[part], values[part]))
         for where, chunk in self._pieces(start, stop):
             chunk[...] = values[where]
 
@@ -262,19 +273,20 @@ class SplitRow:
         self._counts: dict[str, np.ndarray] = {}
 
     def write(self, values: np.ndarray, start: int = 0) -> None:
-        for low in range(0, values.size, CHUNK):
-            part = values[low : low + CHUNK]
-            here = slice(start + low, start + low + part.size)
-            part = part.astype(np.float32)
-            rounding.assign(self.wire[here], part)
-            self._lo[here] = (part.view(np.uint32) - (self._hi[here].astype(np.uint32) << np.uint32(16))).view(np.int32)
+        def split(part: slice) -> None:
+            here, p = slice(start + part.start, start + part.stop), values[part].astype(np.float32)
+            rounding.assign(self.wire[here], p)
+            self._lo[here] = (p.view(np.uint32) - (self._hi[here].astype(np.uint32) << np.uint32(16))).view(np.int32)
+
+        _by_parts(values.size, split)
 
     def read(self, out: np.ndarray, start: int = 0) -> None:
-        for low in range(0, out.size, CHUNK):
-            part = out[low : low + CHUNK]
-            here = slice(start + low, start + low + part.size)
+        def join(part: slice) -> None:
+            here = slice(start + part.start, start + part.stop)
             hi = self._hi[here].astype(np.uint32) << np.uint32(16)
-            part[...] = (hi + self._lo[here].astype(np.int32).view(np.uint32)).view(np.float32)
+            out[part] = (hi + self._lo[here].astype(np.int32).view(np.uint32)).view(np.float32)
+
+        _by_parts(out.size, join)
 
     def init_state(self, rule: Rule) -> None:
         shape = jax.ShapeDtypeStruct(self.wire.shape, jnp.float32)

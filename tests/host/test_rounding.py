@@ -11,7 +11,15 @@ from megatrain_jax.host import rounding
 from tests.reference import nearest_bfloat16
 
 to_bfloat16 = functools.partial(rounding.to_dtype, dtype=rounding.BFLOAT16)
-BY = {"numpy": to_bfloat16, "xla": lambda x: np.asarray(jax.jit(to_bfloat16)(x))}
+
+
+def assigned(x: np.ndarray) -> np.ndarray:
+    out = np.full(x.size, 7, rounding.BFLOAT16)
+    rounding.assign(out, x)
+    return out
+
+
+BY = {"numpy": to_bfloat16, "xla": lambda x: np.asarray(jax.jit(to_bfloat16)(x)), "assigned": assigned}
 
 
 def some_values() -> np.ndarray:

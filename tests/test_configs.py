@@ -47,16 +47,17 @@ def test_the_memory_in_a_header_is_what_the_plan_says(path, tmp_path, monkeypatc
     totals = {int(each): int(total) for each, total in re.findall(r"x (\d+) bytes = (\d+) GB", text)}
     monkeypatch.setattr(preparation, "host_memory", lambda: 1 << 45)
     monkeypatch.setattr(preparation, "check_locking", lambda: None)
-    device = B300 if path.stem == "deepseek-v3" else H200
+    groups = re.search(r"in (\d+) groups", text)
     for backend, (each, total) in zip(("fused", "optax"), totals.items(), strict=True):
         overrides = [f"model.name={tmp_path}", f"dataset.path={data}", f"optimizer.backend={backend}"]
         config = load_config(path, overrides)
         prepared = preparation.Preparation(spec, spec.num_parameters, Rows(config.dataset.max_seq_len), None, 1)
-        plan = preparation.plan(config, prepared, device)
+        plan = preparation.plan(config, prepared, H200)
         assert total == round(billions * each) and plan.state + plan.gradients <= each * spec.num_parameters
         config = load_config(path, [*overrides, "memory.resident_blocks=0"])
-        plan = preparation.plan(config, prepared, device)
+        plan = preparation.plan(config, prepared, H200)
         assert plan.state + plan.gradients == each * spec.num_parameters
+        assert plan.expert_groups == (int(groups[1]) if groups else 1)
 
 
 class Rows(NamedTuple):
@@ -74,4 +75,4 @@ class Accelerator(NamedTuple):
         return self.memory * 92 // 100
 
 
-H200, B300 = Accelerator(143_771 << 20), Accelerator(288 * 10**9, compute_capability=(10, 3))
+H200 = Accelerator(143_771 << 20)

@@ -30,7 +30,8 @@ from megatrain_jax.checkpoint import state
 from megatrain_jax.config import OptimizerConfig, TrainingConfig
 from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.host.store import HostStore
-from megatrain_jax.models.spec import LayerSpec, ModelSpec, RopeSpec
+from megatrain_jax.models.part_specs import RopeSpec
+from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
 BLOCK = 4 << 20  # bytes that dd moves at a time
 SHARE, TENSORS = 0.8, 3.0  # of the speed of dd at least; of the largest tensor at most

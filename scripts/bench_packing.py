@@ -223,7 +223,8 @@ def time_layer(attention: Callable, ids) -> tuple[float, int]:
 
     from megatrain_jax.models import blocks
     from megatrain_jax.models.attention import AttentionOptions
-    from megatrain_jax.models.spec import Context, LayerSpec, RopeSpec
+    from megatrain_jax.models.part_specs import RopeSpec
+    from megatrain_jax.models.spec import Context, LayerSpec
 
     spec = LayerSpec(HIDDEN, INNER, HEADS, KV_HEADS, HEAD, RopeSpec(), 1e-6)
     weights = {

@@ -8,7 +8,8 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
 
-from megatrain_jax.models.spec import LayerSpec, ModelSpec, RopeSpec
+from megatrain_jax.models.part_specs import RopeSpec
+from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

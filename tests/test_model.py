@@ -15,7 +15,7 @@ from megatrain_jax import model as model_module
 from megatrain_jax.config import UserError
 from megatrain_jax.model import attention_kernel, initialise, unpadded_batch
 from megatrain_jax.models.blocks import model_tensors
-from megatrain_jax.models.spec import LatentSpec
+from megatrain_jax.models.part_specs import LatentSpec
 from megatrain_jax.stream.transfer import Mesh
 from tests.conftest import small_spec
 from tests.reference import make_model, random_batch, random_weights

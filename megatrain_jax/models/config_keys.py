@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatrain_jax.config import UserError
-from megatrain_jax.models.spec import ROPE_KINDS, RopeSpec
+from megatrain_jax.models.part_specs import ROPE_KINDS, RopeSpec
 
 _LARGEST = 2**31 - 1  # of whole numbers: sizes are int32 where they are computed with
 LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from megatrain_jax.config import UserError
 from megatrain_jax.models.config_keys import count, flag, layer_types, number, only, read_rope
-from megatrain_jax.models.spec import LayerSpec, ModelSpec, RopeSpec
+from megatrain_jax.models.part_specs import RopeSpec
+from megatrain_jax.models.spec import LayerSpec, ModelSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 

@@ -20,7 +20,8 @@ from megatrain_jax.models.decoder import (
     rope_where,
     sliding_only_if,
 )
-from megatrain_jax.models.spec import DeltaSpec, ModelSpec, NormNames
+from megatrain_jax.models.part_specs import DeltaSpec, NormNames
+from megatrain_jax.models.spec import ModelSpec
 
 
 def _llama(config: Mapping[str, Any]) -> ModelSpec:

@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megatrain_jax.config import UserError
 from megatrain_jax.models.experts import Rows, add_bias, collect, grouped_matmul, pick, sort_by_expert, spread
+from megatrain_jax.models.part_specs import MoESpec
 from megatrain_jax.models.parts import ACTIVATIONS, GatedMLP, Linear, times
-from megatrain_jax.models.spec import Context, ExpertsSpec, LayerSpec, ModelSpec, MoESpec
+from megatrain_jax.models.spec import Context, ExpertsSpec, LayerSpec, ModelSpec
 
 
 class RouterStats(NamedTuple):

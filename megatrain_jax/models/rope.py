@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megatrain_jax.models.spec import Context, RopeSpec
+from megatrain_jax.models.part_specs import RopeSpec
+from megatrain_jax.models.spec import Context
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int, *, long: bool = False) -> np.ndarray:

@@ -11,7 +11,8 @@ from megatrain_jax.config import UserError
 from megatrain_jax.models.config_keys import count, flag, layer_types, number, only, read_rope
 from megatrain_jax.models.decoder import DEFAULTS, Family, decoder, no_bias, one_type, sliding_only_if
 from megatrain_jax.models.dense import HYBRID, hybrid_decoder
-from megatrain_jax.models.spec import LatentSpec, ModelSpec, MoESpec
+from megatrain_jax.models.part_specs import LatentSpec, MoESpec
+from megatrain_jax.models.spec import ModelSpec
 
 # Keys that only these families read.
 SPARSE_KEYS = {

@@ -18,7 +18,7 @@ from megatrain_jax.model import trainable
 from megatrain_jax.models.blocks import model_tensors
 from megatrain_jax.models.families import spec_from_config
 from megatrain_jax.models.moe import in_expert_groups
-from megatrain_jax.models.spec import NormNames
+from megatrain_jax.models.part_specs import NormNames
 from megatrain_jax.stream import templates
 from megatrain_jax.stream.activations import Activations
 from megatrain_jax.stream.pipeline import Pipeline, Settings

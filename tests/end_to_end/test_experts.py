@@ -10,7 +10,8 @@ import pytest
 
 import megatrain_jax as mt
 from megatrain_jax.model import trainable
-from megatrain_jax.models.spec import ModelSpec, MoESpec
+from megatrain_jax.models.part_specs import MoESpec
+from megatrain_jax.models.spec import ModelSpec
 from megatrain_jax.stream.pipeline import Pipeline, Settings
 from tests.conftest import small_spec
 from tests.end_to_end.conftest import records, saved_weights, write_model

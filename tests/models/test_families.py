@@ -7,7 +7,7 @@ import pytest
 
 from megatrain_jax.config import UserError
 from megatrain_jax.models.families import read_config, spec_from_config
-from megatrain_jax.models.spec import RopeSpec
+from megatrain_jax.models.part_specs import RopeSpec
 from tests.families import CASES, raw_config
 
 SMALL = {

@@ -9,7 +9,8 @@ import pytest
 
 from megatrain_jax.models.blocks import bind, tensor_shapes
 from megatrain_jax.models.moe import MoE, RouterStats, balance_loss, choose_experts
-from megatrain_jax.models.spec import Context, LayerSpec, MoESpec, RopeSpec
+from megatrain_jax.models.part_specs import MoESpec, RopeSpec
+from megatrain_jax.models.spec import Context, LayerSpec
 
 LAYER = LayerSpec(32, 24, 4, 2, 8, RopeSpec(), 1e-6, moe=MoESpec(6, 2, 20))
 SMALL = dict(

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megatrain_jax.models.part_specs import RopeSpec
 from megatrain_jax.models.rope import apply_rope, rope_frequencies
-from megatrain_jax.models.spec import Context, RopeSpec
+from megatrain_jax.models.spec import Context
 
 
 def test_default_frequencies_are_a_geometric_sequence():

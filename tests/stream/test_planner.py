@@ -15,7 +15,8 @@ from megatrain_jax.host.pages import Pages
 from megatrain_jax.models.blocks import tensor_shapes
 from megatrain_jax.models.families import spec_from_config
 from megatrain_jax.models.moe import Routed, RouterStats, in_expert_groups
-from megatrain_jax.models.spec import Context, MoESpec, TrunkSpec
+from megatrain_jax.models.part_specs import MoESpec
+from megatrain_jax.models.spec import Context, TrunkSpec
 from megatrain_jax.stream import planner
 from megatrain_jax.stream.planner import (
     GIB,

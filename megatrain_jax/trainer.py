@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,7 @@ class Trainer:
             contextlib.closing(record),
             updater,
             Saver(self._output, model.store, config.checkpoint.save_total_limit, self._small_files(model)) as saver,
+            _failure_told(saver, progress.message),
             stop_signals(progress.message) as stop,
         ):
             for line in [
@@ -179,15 +180,7 @@ class Trainer:
             if not held:
                 progress.message("lock       this file system has none: see to it that no second run writes here")
             evaluator = Evaluator(config, prepared, pipeline, metrics, progress)
-            try:
-                loss = self._train(
-                    at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver
-                )
-            except Exception as error:
-                if saver.is_running:
-                    first = "the checkpoint that is being written is finished first, and a signal ends it at once"
-                    progress.message(f"failed     {error!r}; {first}")
-                raise
+            loss = self._train(at, prepared, pipeline, updater, optimizer, evaluator, metrics, progress, stop, saver)
             if self._profile:
                 record.close()  # what is still to be seen belongs to the last step
                 if line := self._profile.finish():
@@ -385,6 +378,18 @@ class Trainer:
         if self.config.training.resume_from_checkpoint == "auto":
             return "the same command continues"
         return "training.resume_from_checkpoint=auto continues"
+
+
+@contextlib.contextmanager
+def _failure_told(saver: Saver, tell: Callable[[str], None]) -> Iterator[None]:
+    """Says why a run failed before a checkpoint is waited for. Outside of `stop_signals`: from then on any signal ends it."""
+    try:
+        yield
+    except Exception as error:
+        if saver.is_running:
+            first = "the checkpoint that is being written is finished first, and a signal ends it at once"
+            tell(f"failed     {error!r}; {first}")
+        raise
 
 
 def _count(batches: list[Batch], field: str) -> int:

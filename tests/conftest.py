@@ -1,6 +1,8 @@
 """What every test shares: a strict jax and small models."""
 
+import gc
 import os
+from pathlib import Path
 
 # Nearly all the time of these tests is compilation. Processes that the tests start inherit this.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
@@ -29,6 +31,16 @@ def cache_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_forgotten():
+    """The kernel gives a process 65,530 mappings, a compiled program takes several, and XLA crashes when there are no more."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

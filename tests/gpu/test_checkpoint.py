@@ -17,16 +17,9 @@ from megatrain_jax.stream.resident import ResidentTensor
 from megatrain_jax.stream.transfer import make_mesh
 from scripts.bench_checkpoint import with_peak
 from tests.conftest import small_spec
+from tests.gpu.conftest import needs_gpu
 
-
-def has_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 # Tensors of up to 64 MiB; odd sizes, so that no chunk begins where a tensor does.
 SPEC = small_spec(1, hidden_size=2047, intermediate_size=8193, num_heads=1, num_kv_heads=1, head_dim=62)

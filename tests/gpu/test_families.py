@@ -20,18 +20,11 @@ from megatrain_jax.models.spec import ModelSpec
 from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import make_mesh
 from tests.families import CASES, first_cases, raw_config
+from tests.gpu.conftest import needs_gpu
 from tests.reference import loss_and_grads, random_batch, random_weights
 
-
-def has_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
 pytestmark = [
-    pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU"),
+    needs_gpu,
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
 ]
 

@@ -9,23 +9,16 @@ import threading
 import time
 from pathlib import Path
 
-import jax
 import pytest
 
 from megatrain_jax.host.memory import grows, host_memory
 from megatrain_jax.host.pages import Pages, check_locking
+from tests.gpu.conftest import needs_gpu
 
 ROOT = Path(__file__).parents[2]
 
 
-def has_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 # A computation that never ends. The runtime may hold its caller at the call or at the wait for the result.
 ENDLESS = """

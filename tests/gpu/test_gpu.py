@@ -19,17 +19,10 @@ from megatrain_jax.stream.templates import Execution
 from megatrain_jax.stream.transfer import make_mesh
 from tests.conftest import small_spec
 from tests.end_to_end.conftest import Project, records, saved_weights, write_model
+from tests.gpu.conftest import needs_gpu
 from tests.reference import loss_and_grads, random_batch, random_weights, relative_errors, training
 
-
-def has_gpu() -> bool:
-    try:
-        return bool(jax.devices("cuda"))
-    except RuntimeError:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not has_gpu(), reason="needs a CUDA GPU")
+pytestmark = needs_gpu
 
 SPEC = small_spec(3, hidden_size=256, intermediate_size=384, head_dim=64, sliding_window=24, qk_norm=True)
 

@@ -9,7 +9,6 @@ would not be the one that was evaluated. Gradients are rounded by `astype`, in o
 from __future__ import annotations
 
 import sys
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +19,19 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _PIECE = 1 << 16  # elements, which stay in a processor's cache
 _UPPER = int(sys.byteorder == "little")  # which 16 bits of a 32-bit number
 
-Array = TypeVar("Array", np.ndarray, jax.Array)
 
-
-def to_dtype(x: Array, dtype: np.dtype) -> Array:
+def to_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x`, of any float dtype, in `dtype`. A NaN stays one, and what rounds past the largest bfloat16 is infinite."""
     if dtype != BFLOAT16 or x.dtype == BFLOAT16:
         return x.astype(dtype)
-    where = jnp.where if isinstance(x, jax.Array) else np.where
-    x = x.astype(np.float32)
+    x = x.astype(jnp.float32)
     upper = (x.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)
     # Half a unit more could carry a NaN into infinity or zero.
-    return where(x == x, upper.astype(np.uint16), np.uint16(0x7FC0)).view(BFLOAT16)
+    return jnp.where(x == x, upper.astype(jnp.uint16), jnp.uint16(0x7FC0)).view(BFLOAT16)
 
 
 def assign(out: np.ndarray, values: np.ndarray) -> None:
-    """``out[...] = to_dtype(values, out.dtype)``, both flat, with no copy of either."""
+    """``out[...] = values``, both flat, rounded as by `to_dtype`, with no copy of either."""
     for start in range(0, values.size, _PIECE):
         there, x = out[start : start + _PIECE], values[start : start + _PIECE]
         if there.dtype != BFLOAT16 or x.dtype == BFLOAT16:

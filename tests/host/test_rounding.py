@@ -19,7 +19,7 @@ def assigned(x: np.ndarray) -> np.ndarray:
     return out
 
 
-BY = {"numpy": to_bfloat16, "xla": lambda x: np.asarray(jax.jit(to_bfloat16)(x)), "assigned": assigned}
+BY = {"numpy": assigned, "xla": lambda x: np.asarray(jax.jit(to_bfloat16)(x))}
 
 
 def some_values() -> np.ndarray:

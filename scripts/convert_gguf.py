@@ -4,7 +4,8 @@
 
 Two things that a plain copy would get wrong: llama.cpp stores the rows of q and k in the order of interleaved rotary
 embedding, while Hugging Face's is half-split; and the pre-tokenizer "smollm" splits numbers into digits. Quantized
-weights are dequantized one at a time. A GGUF of another architecture or tokenizer is refused.
+weights are dequantized one at a time, and rounded to the nearest bfloat16, ties to even, as torch rounds: of a product
+of a few bits by a few, every twentieth is a tie. A GGUF of another architecture or tokenizer is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, dequantize
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -66,7 +68,8 @@ def convert(source: str | Path, out_dir: str | Path) -> int:
     heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
 
     def read(name: str) -> np.ndarray:
-        weight = dequantize(tensors[name].data, tensors[name].tensor_type).reshape(_shape(tensors[name]))
+        tensor = tensors[name]
+        weight = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor)).astype(ml_dtypes.bfloat16)
         if name.endswith("q_proj.weight"):
             return half_split(weight, heads)
         return half_split(weight, kv_heads) if name.endswith("k_proj.weight") else weight

@@ -92,8 +92,9 @@ def settle_environment(config: Config) -> None:
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if config.model.device == "all":
-        # One process with several GPUs hangs if the driver synchronises between the launches of a collective.
-        settings["NCCL_LAUNCH_MODE"] = "GROUP"
+        # One process with several GPUs hangs if the driver synchronises them between the launches of a collective, as it
+        # does to load a kernel that is called for the first time.
+        settings |= {"NCCL_LAUNCH_MODE": "GROUP", "CUDA_MODULE_LOADING": "EAGER"}
     if config.model.device == "cpu":
         settings["JAX_PLATFORMS"] = "cpu"
     elif os.path.exists("/proc/driver/nvidia/version"):

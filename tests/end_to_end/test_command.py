@@ -265,18 +265,19 @@ def test_the_environment_is_settled_before_jax_and_the_users_values_win(project)
     assert (done.stdout, done.stderr) == (expected, "")
 
 
-@pytest.mark.parametrize("device, expected", [("all", "GROUP"), ("cuda", None)])
-def test_several_gpus_of_a_process_launch_collectives_as_one(project, device, expected):
+@pytest.mark.parametrize("device, expected", [("all", "GROUP EAGER"), ("cuda", "None None")])
+def test_several_gpus_of_a_process_launch_collectives_as_one_and_load_no_kernel_between(project, device, expected):
     config = project.write(model={"device": device})
     code = (
         "import os\n"
         "from megatrain_jax import train\n"
         "from megatrain_jax.config import load_config\n"
         f"train.settle_environment(load_config({str(config)!r}))\n"
-        "print(os.environ.get('NCCL_LAUNCH_MODE'))\n"
+        "print(os.environ.get('NCCL_LAUNCH_MODE'), os.environ.get('CUDA_MODULE_LOADING'))\n"
     )
     assert in_a_process(code).stdout == f"{expected}\n"
-    assert in_a_process(code, NCCL_LAUNCH_MODE="PARALLEL").stdout == "PARALLEL\n"
+    theirs = in_a_process(code, NCCL_LAUNCH_MODE="PARALLEL", CUDA_MODULE_LOADING="LAZY")
+    assert theirs.stdout == "PARALLEL LAZY\n"
 
 
 def test_the_limit_of_the_pinned_pool_follows_the_model_and_the_batch(project):

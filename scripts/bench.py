@@ -129,9 +129,11 @@ def main() -> None:
     parser.add_argument("--timeline", type=Path, help="PNG of the last step")
     parser.add_argument("--json", type=Path, help="where the results go, besides the standard output")
     options = parser.parse_args()
-    results = list(run(options))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    results = []
+    for result in run(options):
+        results.append(result)
+        if options.json:
+            options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def configuration(options: argparse.Namespace, folder: str):

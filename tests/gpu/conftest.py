@@ -4,11 +4,12 @@ import jax
 import pytest
 
 
-def _has_gpu() -> bool:
+def _gpus() -> int:
     try:
-        return bool(jax.devices("cuda"))
+        return len(jax.devices("cuda"))
     except RuntimeError:
-        return False
+        return 0
 
 
-needs_gpu = pytest.mark.skipif(not _has_gpu(), reason="needs a CUDA GPU")
+needs_gpu = pytest.mark.skipif(not _gpus(), reason="needs a CUDA GPU")
+needs_two_gpus = pytest.mark.skipif(_gpus() < 2, reason="needs two CUDA GPUs")

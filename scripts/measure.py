@@ -5,7 +5,7 @@
     python scripts/measure.py 7b-wide-14-8x1024  # this one
     python scripts/measure.py --tables           # nothing is run: only the tables, from docs/benchmarks/*.json
 
-A run that fails or takes too long is named, and what it had measured before is kept; the exit code is then 1.
+A run that fails or takes too long is named, and the exit code is then 1; what it had measured until then is kept.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def with_tables(page: str, results: Path) -> str:
 
     def table(found: re.Match) -> str:
         name = found[1]
-        runs = [(run, path) for run in RUNS if run.table == name and (path := results / f"{run.name}.json").is_file()]
-        records = [record for _, path in runs for record in json.loads(path.read_text())]
+        paths = [results / f"{run.name}.json" for run in RUNS if run.table == name]
+        records = [record for path in paths if path.is_file() for record in json.loads(path.read_text())]
         return f"<!-- table: {name} -->\n{markdown(COLUMNS.get(name, STEP), records)}<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)

@@ -69,7 +69,7 @@ def multiply_rows(x_MxI: jax.Array, w: jax.Array, expert_N: jax.Array, *, in_fir
                 return acc + triton.dot(a, _load(w_ref.at[expert, along, there], mask, 1))
             return acc + triton.dot(a, _load(w_ref.at[expert, there, along], mask, 0), trans_b=True)
 
-        steps = jnp.where(expert < len(w), depth // DEPTH, 0)
+        steps = (expert < len(w)).astype(jnp.int32) * (depth // DEPTH)
         acc = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, columns), jnp.float32))
         mask = None if mask is None else jnp.broadcast_to(mask[None, :], acc.shape)
         triton.store(y_ref.at[here, there], acc.astype(y_ref.dtype), mask=mask)

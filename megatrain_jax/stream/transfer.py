@@ -270,11 +270,11 @@ def make_mesh(device: str) -> Mesh:
     name, _, index = device.partition(":")
     try:
         found = jax.devices("cuda")
-    except RuntimeError:
+    except RuntimeError as error:
         if device == "auto":
             return Mesh(_per_process("cpu", 0))
         raise UserError(
-            f"model.device: {device!r} was asked for and jax sees no GPU; install the cuda extra "
+            f"model.device: {device!r} was asked for and jax sees no GPU ({str(error).strip()}); install the cuda extra "
             "(pip install 'megatrain_jax[cuda]'), or set model.device: cpu"
         ) from None
     if tuple(int(part) for part in jax.__version__.split(".")[:3]) < (0, 11, 1):

@@ -53,6 +53,11 @@ def arrays(store):
     return found
 
 
+def on_the_device():
+    """Bytes of arrays. The allocator's own count moves with what it does not split off: up to 128 MiB a piece."""
+    return sum(array.nbytes for array in jax.live_arrays("cuda"))
+
+
 @pytest.mark.parametrize("there, here", [((0, 1, 2), (0, 1, 2)), ((0, 2), (1,)), ((), (1,)), ((1,), ())])
 def test_blocks_on_the_device_are_saved_and_restored_bit_for_bit(tmp_path, there, here):
     """And what is restored is what the templates read, wherever the block is then."""
@@ -73,15 +78,15 @@ def test_blocks_on_the_device_are_saved_and_restored_bit_for_bit(tmp_path, there
 
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path):
     """Host memory while saving and restoring, and the device's after both, with all blocks on the device."""
-    store, device = random_store(range(3), 0), jax.devices("cuda")[0]
+    store = random_store(range(3), 0)
     state.save(tmp_path / "checkpoint-0", store, {})  # what is compiled and pooled once
     state.load(tmp_path / "checkpoint-0", store)
-    before = device.memory_stats()["bytes_in_use"]
+    before = on_the_device()
     _, saving = with_peak(lambda: state.save(tmp_path / "checkpoint-1", store, {}))
     _, restoring = with_peak(lambda: state.load(tmp_path / "checkpoint-1", store))
     print(f"saving adds {saving / LARGEST:.2f} of the largest tensor, restoring {restoring / LARGEST:.2f}")
     assert saving <= 3 * LARGEST and restoring <= 3 * LARGEST
-    assert device.memory_stats()["bytes_in_use"] - before < 1 << 20
+    assert on_the_device() == before
 
 
 def test_gradients_land_in_locked_pages_at_the_speed_of_the_link():

@@ -1,9 +1,15 @@
 """The kernels, interpreted, against NumPy in float64; on a GPU tests/gpu runs them compiled."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
+from jaxlib import triton
+from jaxlib.mlir import ir
 
 from megatrain_jax.models import experts, grouped_kernels
 from megatrain_jax.models.grouped_kernels import ROWS, fits, multiply_rows, sum_outer_products
@@ -44,6 +50,42 @@ def test_outer_products_are_added_for_each_expert_and_are_zero_without_rows(heig
     want = [np.asarray(a, np.float64)[of_row == e].T @ np.asarray(b, np.float64)[of_row == e] for e in range(4)]
     close(got, np.stack(want), dtype)
     assert not np.asarray(got[2], np.float32).any()
+
+
+def operations(operation):
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield inner.operation
+                yield from operations(inner.operation)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("kernel", ["rows", "transposed rows", "outer products"])
+@pytest.mark.parametrize("width", [192, 320])
+def test_triton_accepts_what_is_lowered_for_a_gpu(kernel, width):
+    """Interpreting does not check the types of the loops that Pallas makes; XLA parses them so on a GPU."""
+    rows, depth, of = ROWS * len(EXPERT_N), 128, functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    call, operands = {
+        "rows": (functools.partial(multiply_rows, in_first=False), (of((rows, depth)), of((4, width, depth)))),
+        "transposed rows": (
+            functools.partial(multiply_rows, in_first=True),
+            (of((rows, depth)), of((4, depth, width))),
+        ),
+        "outer products": (functools.partial(sum_outer_products, experts=4), (of((rows, depth)), of((rows, width)))),
+    }[kernel]
+    a_gpu = contextlib.nullcontext()
+    if jax.__version_info__ >= (0, 11):  # before, 9.0 is assumed
+        device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+        a_gpu = use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=device))
+    with a_gpu:
+        lowered = jax.jit(call).trace(*operands, EXPERT_N).lower(lowering_platforms=("cuda",))
+    calls = [op for op in operations(lowered.compiler_ir().operation) if "mhlo.backend_config" in op.attributes]
+    (code,) = [op.attributes["mhlo.backend_config"]["ir"].value_bytes for op in calls]
+    with ir.Context() as context:
+        triton.dialect.register_dialect(context)
+        context.load_all_available_dialects()
+        assert ir.Module.parse(code).operation.verify()
 
 
 def test_only_whole_tiles_and_steps_fit():

@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
 import numpy as np
 
@@ -45,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
     options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
     size, found, added = measure(options.folder, options.gib, options.tensor_mib, options.rounds)
     rate = {what: size / statistics.median(seconds) / 1e9 for what, seconds in found.items()}
     failed = []

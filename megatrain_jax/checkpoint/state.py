@@ -113,10 +113,11 @@ def load(folder: Path, store: HostStore) -> dict[str, Any]:
     """
     content = check(folder, store)
     largest = _layout(store, folder)[2]
+    limit = largest // 2  # a tensor of a block on the device is held twice until it is there
     try:
         with contextlib.ExitStack() as stack:
             readers = {
-                dtype: stack.enter_context(tensors.Reader(tensors.FlatArray(folder / dtype, dtype, **array), largest))
+                dtype: stack.enter_context(tensors.Reader(tensors.FlatArray(folder / dtype, dtype, **array), limit))
                 for dtype, array in content["arrays"].items()
             }
             for name, arrays in content["tensors"].items():

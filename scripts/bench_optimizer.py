@@ -40,10 +40,12 @@ def main() -> None:
     import numba
 
     from megatrain_jax.host import layouts
+    from megatrain_jax.host.pages import Pages
 
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(numba.config.NUMBA_NUM_THREADS, cores - 2))  # as many as the kernels and optax take
-    grad = _random(options.size, 1, 0.01).astype(layouts.rounding.BFLOAT16)
+    grad = Pages(2 * options.size, lock=False).array.view(layouts.rounding.BFLOAT16)  # aligned as what a device sent
+    grad[...] = _random(options.size, 1, 0.01)
     calls, moved = {}, {"loop, split": 26, "loop, plain": 28, "fused": 26}
     calls["loop, split"], calls["loop, plain"] = _loops(options.size, grad, threads)
     calls["fused"] = _update("split", options.size, grad)

@@ -31,6 +31,7 @@ CHUNK = 1 << 20  # elements updated by one call
 # Elements of one turn of its loop; XLA emits one loop per output, so the operands of a turn must fit in cache. Before jax 0.11
 # the barrier in `_apply` is dropped and XLA copies whole chunks in every turn, so a chunk is one there.
 TILE = 1 << 14 if jax.__version_info__ >= (0, 11) else CHUNK
+PUT = 1 << 30  # elements of gradients in one array of the CPU backend; their offsets are int32
 PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
 
@@ -100,21 +101,23 @@ def _allocate(shape: tuple[int, ...], dtype) -> jax.Array:
     donate_argnames=("params", "state", "scratch"),
     keep_unused=True,
 )
-def _apply(params, state, scratch, grad, scale, *, step, tile, wire_dtype):
+def _apply(params, state, scratch, grads, at, scale, *, step, tile, wire_dtype):
     """One optimizer step on a chunk: tile by tile in one thread, or at once if `tile` is None.
 
-    `scratch` is memory for the bits of the copy that goes to the wire, None if there is none.
+    The chunk's gradients are those of `grads` from element `at` on. `scratch` is memory for the bits of the copy that goes
+    to the wire, None if there is none.
     """
     round_ = lambda p: None if scratch is None else rounding.to_dtype(p.reshape(-1), wire_dtype).view(scratch.dtype)  # noqa: E731
+    grad = lambda start, n: grads if n == grads.size else jax.lax.dynamic_slice(grads, (at + start,), (n,))  # noqa: E731
     if tile is None or params.size <= tile:
-        (params,), state = step([params], state, [grad.reshape(params.shape)], scale)
+        (params,), state = step([params], state, [grad(0, params.size).reshape(params.shape)], scale)
         return params, state, round_(params)
     whole = params.shape
 
     def turn(arrays, start, length, last=False):
         cut = lambda x: jax.lax.dynamic_slice(x, (start,), (length,)) if x.shape == whole else x  # noqa: E731
         params, state, _ = jax.tree.map(cut, arrays)
-        (params,), state = step([params], state, [cut(grad)], scale)
+        (params,), state = step([params], state, [grad(start, length)], scale)
         # Without the barrier XLA computes a value again where it is read, from what was overwritten: it would copy all.
         params, state = jax.lax.optimization_barrier((params, state))
         put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (start,)) if x.shape == whole else y if last else x  # noqa: E731
@@ -131,6 +134,7 @@ class _Chunk:
 
     start: int  # offset in the row, in elements
     params: jax.Array
+    at: jax.Array  # offset in its part of the gradients, int32
     state: Any = None
 
     @property
@@ -191,9 +195,13 @@ class PlainRow:
 
     def __init__(self, shape: tuple[int, ...], wire: np.ndarray | None, *, whole: bool):
         self._tile = None if whole or wire is None else TILE
+        shapes = [shape] if self._tile is None else [(n,) for n in _chunk_lengths(shape[0])]
+        length = max(1, math.prod(shapes[0]))
+        self._part = max(1, PUT // length) * length
         self._chunks: list[_Chunk] = []
-        for length in [shape] if self._tile is None else [(n,) for n in _chunk_lengths(shape[0])]:
-            self._chunks.append(_Chunk(self._chunks[-1].stop if self._chunks else 0, _allocate(length, jnp.float32)))
+        for number, each in enumerate(shapes):
+            at = jax.device_put(np.int32(number * length % self._part), cpu_device())
+            self._chunks.append(_Chunk(number * length, _allocate(each, jnp.float32), at))
         self._separate_wire = wire is not None
         self.wire = view(self._chunks[0].params).reshape(-1) if wire is None else wire
 
@@ -224,22 +232,36 @@ class PlainRow:
 
     def update(self, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
         """Raises RuntimeError if the state did not change in place, so that memory would have doubled."""
-        list(_workers().map(lambda chunk: self._update_chunk(chunk, rule, grad, scale), self._chunks))
+        # Not by chunk: a call of device_put takes as long as the update of 30,000 elements, in one thread at a time.
+        parts = [grad[start : start + self._part] for start in range(0, max(grad.size, 1), self._part)]
+        parts, scale = jax.device_put((parts, scale), cpu_device())
+        chunks = iter(self._chunks)
 
-    def _update_chunk(self, chunk: _Chunk, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
+        def work(_) -> None:
+            for chunk in chunks:  # the next that no thread has taken
+                self._update_chunk(chunk, rule, parts[chunk.start // self._part], scale)
+
+        threads = min(_threads(), len(self._chunks))
+        if threads == 1:
+            work(0)
+        else:
+            list(_workers().map(work, range(threads)))
+
+    def _update_chunk(self, chunk: _Chunk, rule: Rule, grads: jax.Array, scale: jax.Array) -> None:
         scratch = _scratch.take(chunk.params.size, self.wire.dtype) if self._separate_wire else None
         before = _pointers((chunk.params, chunk.state, scratch))
         chunk.params, chunk.state, scratch = _apply(
             chunk.params,
             chunk.state,
             scratch,
-            jax.device_put(grad[chunk.start : chunk.stop], cpu_device()),
+            grads,
+            chunk.at,
             scale,
             step=rule.step,
             tile=self._tile,
             wire_dtype=self.wire.dtype,
         )
-        jax.block_until_ready((chunk.params, chunk.state, scratch))
+        chunk.params.block_until_ready()  # what one call computes is there at once
         if _pointers((chunk.params, chunk.state, scratch)) != before:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
         if scratch is not None:
@@ -333,5 +355,8 @@ _scratch = _Scratch()
 @functools.lru_cache(maxsize=1)
 def _workers() -> concurrent.futures.ThreadPoolExecutor:
     """Threads that each update one chunk at a time; two cores are left to the threads that dispatch and watch."""
-    count = max(1, len(os.sched_getaffinity(0)) - 2)
-    return concurrent.futures.ThreadPoolExecutor(count, thread_name_prefix="megatrain-update")
+    return concurrent.futures.ThreadPoolExecutor(_threads(), thread_name_prefix="megatrain-update")
+
+
+def _threads() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - 2)

@@ -238,10 +238,9 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     store = make_store([{"weight": (size,)}, {}, {}])
     rule = host_optimizer(store, type=kind, backend="optax").rule(store.tensors[EMBED])
     (chunk,) = store.tensors[EMBED]._rows[0]._chunks
-    scratch, grad = layouts._allocate((size,), np.uint16), np.zeros(size, BFLOAT16)
-    compiled = layouts._apply.lower(
-        chunk.params, chunk.state, scratch, grad, np.float32(1), step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16
-    ).compile()
+    scratch, grads = layouts._allocate((size,), np.uint16), np.zeros(3 * size, BFLOAT16)
+    operands = chunk.params, chunk.state, scratch, grads, chunk.at, np.float32(1)
+    compiled = layouts._apply.lower(*operands, step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= chunk.params.nbytes  # it measures
     assert memory.temp_size_in_bytes < 8 * 4 * layouts.TILE

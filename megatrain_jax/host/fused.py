@@ -53,7 +53,7 @@ def make_kernel(
     decoupled_decay: float = 0.0,
     added_decay: float = 0.0,
 ) -> Callable:
-    """An in-place update ``kernel(hi, lo, moments, grad, scale, count)`` of flat NumPy arrays.
+    """An in-place update ``kernel(hi, lo, moments, grad, scale, count, starts, length)`` of flat NumPy arrays.
 
     Args:
       name: "adamw", "adam", "lion" or "sgd", as optax defines them.
@@ -66,23 +66,38 @@ def make_kernel(
     Returns:
       The kernel. `hi` uint16 and `lo` int16 are the halves of the master (see `SplitRow`), `moments` float32 arrays in
       the order of optax' state, `grad` bfloat16 or float32, `scale` multiplies it, `count` is the number of steps applied
-      before.
+      before. Only `length` elements from each of `starts` on are updated, int64; None is all.
     """
     f = np.float32
     betas = (f(b1), f(1 - b1), f(b2), f(1 - b2))
     decoupled, added = (f(decay) if decay else None for decay in (decoupled_decay, added_decay))  # compiled apart
 
-    def kernel(hi, lo, moments, grad, scale, count):
+    def kernel(hi, lo, moments, grad, scale, count, starts=None, length=_BLOCK):
+        starts = np.arange(0, hi.size, _BLOCK) if starts is None else starts
         grad = grad if grad.dtype == np.float32 else grad.view(np.uint16)
         rate, *corrections = (f(x) for x in scalars(count))
         # Of the cores that this process may use, two are left to the thread that dispatches and to the ones that watch.
         set_num_threads(max(1, min(config.NUMBA_NUM_THREADS, len(os.sched_getaffinity(0)) - 2)))
         if name == "sgd":
-            _sgd(hi, lo, *moments, grad, f(scale), rate, f(momentum), added)
+            _sgd(starts, length, hi, lo, *moments, grad, f(scale), rate, f(momentum), added)
         elif name == "lion":
-            _lion(hi, lo, *moments, grad, f(scale), rate, betas, decoupled)
+            _lion(starts, length, hi, lo, *moments, grad, f(scale), rate, betas, decoupled)
         else:
-            _adam(hi, lo, *moments, grad, f(scale), rate, tuple(corrections), betas, f(eps), decoupled, added)
+            _adam(
+                starts,
+                length,
+                hi,
+                lo,
+                *moments,
+                grad,
+                f(scale),
+                rate,
+                tuple(corrections),
+                betas,
+                f(eps),
+                decoupled,
+                added,
+            )
 
     return kernel
 
@@ -174,9 +189,9 @@ def _adam_block(hi, lo, mu, nu, grad, scale, rate, corrections, betas, eps, deco
 
 
 @njit(parallel=True, nogil=True, **_OPTIONS)
-def _adam(hi, lo, mu, nu, grad, scale, rate, corrections, betas, eps, decoupled, added):
-    for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
-        a, b = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
+def _adam(starts, length, hi, lo, mu, nu, grad, scale, rate, corrections, betas, eps, decoupled, added):
+    for i in prange(starts.size):
+        a, b = starts[i], min(hi.size, starts[i] + length)
         mode = _exchange_mode(_FLUSH)
         part = hi[a:b], lo[a:b], mu[a:b], nu[a:b], grad[a:b]
         _adam_block(*part, scale, rate, corrections, betas, eps, decoupled, added)
@@ -196,9 +211,9 @@ def _lion_block(hi, lo, mu, grad, scale, rate, betas, decoupled):
 
 
 @njit(parallel=True, nogil=True, **_OPTIONS)
-def _lion(hi, lo, mu, grad, scale, rate, betas, decoupled):
-    for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
-        a, b = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
+def _lion(starts, length, hi, lo, mu, grad, scale, rate, betas, decoupled):
+    for i in prange(starts.size):
+        a, b = starts[i], min(hi.size, starts[i] + length)
         mode = _exchange_mode(_FLUSH)
         _lion_block(hi[a:b], lo[a:b], mu[a:b], grad[a:b], scale, rate, betas, decoupled)
         _exchange_mode(mode)
@@ -217,9 +232,9 @@ def _sgd_block(hi, lo, trace, grad, scale, rate, momentum, added):
 
 
 @njit(parallel=True, nogil=True, **_OPTIONS)
-def _sgd(hi, lo, trace, grad, scale, rate, momentum, added):
-    for block in prange((hi.size + _BLOCK - 1) // _BLOCK):
-        a, b = block * _BLOCK, min(hi.size, (block + 1) * _BLOCK)
+def _sgd(starts, length, hi, lo, trace, grad, scale, rate, momentum, added):
+    for i in prange(starts.size):
+        a, b = starts[i], min(hi.size, starts[i] + length)
         mode = _exchange_mode(_FLUSH)
         _sgd_block(hi[a:b], lo[a:b], trace[a:b], grad[a:b], scale, rate, momentum, added)
         _exchange_mode(mode)

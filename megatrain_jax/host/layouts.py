@@ -42,7 +42,7 @@ class Rule(NamedTuple):
     Attributes:
       init: optax' own ``init`` of a list of float32 arrays; it names the state, in every layout.
       step: pure function ``(params, state, grads, scale) -> (params, state)`` of lists of float32 chunks.
-      kernel: in-place ``(hi, lo, moments, grad, scale, count)`` on the split layout, None if there is none.
+      kernel: of `fused.make_kernel`, for the split layout; None if there is none.
     """
 
     init: Callable[[list], Any]
@@ -319,10 +319,16 @@ class SplitRow:
                 self._counts[jax.tree_util.keystr(path)] = np.zeros(leaf.shape, leaf.dtype)
 
     def update(self, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
+        self.update_pieces(rule, grad, scale, last=True)
+
+    def update_pieces(
+        self, rule: Rule, grad: np.ndarray, scale: np.float32, *where: np.ndarray | int, last: bool
+    ) -> None:
+        """A part of a step: `where` is the starts of pieces and their length, nothing is everything; `last` ends the step."""
         counts = list(self._counts.values())
         count = int(counts[0]) if counts else 0
-        rule.kernel(self._hi, self._lo, list(self._moments.values()), grad, scale, count)
-        for each in counts:
+        rule.kernel(self._hi, self._lo, list(self._moments.values()), grad, scale, count, *where)
+        for each in counts if last else ():
             each += 1
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:

@@ -217,6 +217,12 @@ class HostOptimizer:
         """Applies one step to a tensor in place; `grads` as in `HostTensor.update`, multiplied by `scale` first."""
         tensor.update(self.rule(tensor), grads, np.float32(scale))
 
+    def update_table_rows(
+        self, tensor: HostTensor, grads: list[np.ndarray], scale: float, numbers: np.ndarray, *, last: bool
+    ) -> None:
+        """A part of `update`; see `HostTensor.update_table_rows`."""
+        tensor.update_table_rows(self.rule(tensor), grads, np.float32(scale), numbers, last=last)
+
     def learning_rate(self, applied_steps: int) -> float:
         """Learning rate of the step that follows `applied_steps` applied ones."""
         with jax.default_device(cpu_device()):

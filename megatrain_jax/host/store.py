@@ -128,6 +128,24 @@ class HostTensor:
         for row, grad in zip(self._rows, grads, strict=True):
             row.update(rule, grad, scale)
 
+    @property
+    def is_table(self) -> bool:
+        """Whether `update_table_rows` can be used: two dimensions, whole in one row, on the split layout."""
+        return len(self.shape) == 2 and self.rows.count == 1 and isinstance(self._rows[0], SplitRow)
+
+    def update_table_rows(
+        self, rule: Rule, grads: Sequence[np.ndarray], scale: np.float32, numbers: np.ndarray, *, last: bool
+    ) -> None:
+        """A part of what `update` does, with the same result when every row of the table has had its turn.
+
+        Args:
+          rule, grads, scale: as in `update`, the same for all parts of a step.
+          numbers: int64, the rows of the table; each comes once a step.
+          last: these are the last ones of this step.
+        """
+        width = self.shape[1]
+        self._rows[0].update_pieces(rule, grads[0], scale, numbers * width, width, last=last)
+
     def state(self) -> dict[str, StateArray]:
         """The master and every array of the optimizer's state by path, independent of the layout and the rows.
 

@@ -280,12 +280,16 @@ class Pipeline:
     def _stream(self, order: Iterable[int]) -> _WeightStream:
         return _WeightStream(order, self._put)
 
-    def _wait_for_update(self, block: int) -> None:
+    def _wait_for_update(self, block: int, ids: np.ndarray | None = None) -> None:
+        """Returns when what a block reads is written; of the embedding only the rows of `ids` if there are some."""
         owners = self.store.owners(block)
         if self._updater is not None and self._updater.is_pending(owners):
             self._record("wait", block)
             start = time.perf_counter()
-            self._updater.wait(owners)
+            if ids is None:
+                self._updater.wait(owners)
+            else:
+                self._updater.wait_for_rows(ids)
             self._waited += time.perf_counter() - start
             self._record("waited", block)
 
@@ -322,10 +326,10 @@ class Pipeline:
 
         The first layer's weights follow at once.
         """
-        block, tokens = self._blocks[0], sum(batch.token_ids.size for batch in batches)
-        by_rows = self._rows.usable and tokens < block.vocab_size
+        block, ids = self._blocks[0], np.concatenate([batch.token_ids for batch in batches], axis=None)
+        by_rows = self._rows.usable and ids.size < block.vocab_size
         if by_rows:
-            self._wait_for_update(0)
+            self._wait_for_update(0, ids)
         else:
             table = self._put(0)
         xs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Iterable
@@ -17,6 +18,8 @@ from megatrain_jax.stream.events import Recorder
 from megatrain_jax.stream.resident import update_block
 from megatrain_jax.stream.transfer import DeviceGradients, HostGradients
 from megatrain_jax.watchdog import waiting
+
+TURN = 1 << 25  # elements of a table after which the thread looks again what is needed first: some 10 ms
 
 
 class NonFiniteError(ArithmeticError):
@@ -66,19 +69,44 @@ class HostSums:
         return [view(row) for row in self._rows[path]]
 
 
+@dataclasses.dataclass
+class _Job:
+    """An update.
+
+    Attributes:
+      left: where the block is a table that is updated in turns, which of its rows still are to be; else None.
+      begun: something was written.
+      later: the rows that the next forward needs are written, so other blocks come first.
+    """
+
+    block: int
+    grads: HostGradients | HostSums
+    scale: float
+    must_be_finite: bool
+    left: np.ndarray | None
+    begun: bool = False
+    later: bool = False
+
+
 class Updater:
     """Runs updates in a thread of its own.
 
     A block whose update was submitted is *pending* until its weights are written; `wait` is how the dispatching thread
-    learns that. An exception in the thread ends it, and is raised by the next `submit`, `is_pending`, `wait` or `drain`.
-    As a context manager it is closed at the end, and does not begin what is left if an exception ends it.
+    learns that. Of an embedding whose rows can be updated in any order the next forward needs a few: `wait_for_rows` brings
+    them forward, and the rest is done when no other block waits, so that it does not lie between two steps. An exception
+    in the thread ends it, and is raised by the next call. As a context manager it is closed at the end, and does not begin
+    what is left if an exception ends it.
     """
 
     def __init__(self, store: HostStore, optimizer: HostOptimizer, record: Recorder):
         self._store, self._optimizer, self._record = store, optimizer, record
         self._changed = threading.Condition()
-        self._jobs: dict[int, tuple[HostGradients | HostSums, float, bool]] = {}
-        self._pending: set[int] = set()
+        self._jobs: dict[int, _Job] = {}
+        self._pending: dict[int, _Job] = {}
+        self._wanted: np.ndarray | None = None  # rows of the embedding that the dispatching thread waits for
+        owned = [tensor for tensor in store.owned(0).values() if not tensor.resident]
+        in_turns = len(owned) == 1 and owned[0].is_table and owned[0].size > TURN
+        self._table = owned[0] if in_turns else None
         self._error: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="megatrain-optimizer", daemon=True)
@@ -88,17 +116,20 @@ class Updater:
         """Asks for the update of a block.
 
         Args:
-          block: its number; it must not be pending.
+          block: its number; it must not be pending, but for what `wait_for_rows` has left of the embedding.
           grads: its gradients, which need not have landed yet.
           scale: they are multiplied by this.
           must_be_finite: check the squared norm that came with the gradients before anything is changed.
         """
         with self._changed:
+            if (before := self._pending.get(block)) is not None and before.later:
+                before.later = False
+                self.wait([block])
             self._raise_error()
             if block in self._pending:
                 raise RuntimeError(f"block {block} is still being updated")
-            self._pending.add(block)
-            self._jobs[block] = (grads, scale, must_be_finite)
+            left = np.ones(self._table.shape[0], bool) if block == 0 and self._table is not None else None
+            self._jobs[block] = self._pending[block] = _Job(block, grads, scale, must_be_finite, left)
             self._changed.notify_all()
 
     def update_resident(self, block: int, grads: DeviceGradients, scale: float) -> None:
@@ -114,16 +145,33 @@ class Updater:
     def is_pending(self, blocks: Iterable[int]) -> bool:
         with self._changed:
             self._raise_error()
-            return not self._pending.isdisjoint(blocks)
+            return not self._pending.keys().isdisjoint(blocks)
 
     def wait(self, blocks: Iterable[int]) -> None:
         """Returns when none of the blocks is pending."""
         blocks = set(blocks)
         with self._changed:
-            while self._error is None and (left := self._pending & blocks):
+            while self._error is None and (left := self._pending.keys() & blocks):
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 with waiting(f"the update of block {min(left)}{more}"):
                     self._changed.wait()
+            self._raise_error()
+
+    def wait_for_rows(self, ids: np.ndarray) -> None:
+        """Returns when the rows of the embedding that `ids` name are written; ids of no row are passed over."""
+        with self._changed:
+            job = self._pending.get(0)
+            if job is None or job.left is None:
+                self.wait([0])
+                return
+            wanted = np.unique(ids)
+            wanted = wanted[(wanted >= 0) & (wanted < job.left.size)]
+            while self._error is None and 0 in self._pending and job.left[wanted].any():
+                self._wanted = wanted
+                self._changed.notify_all()
+                with waiting("the update of rows of the embedding"):
+                    self._changed.wait()
+            self._wanted, job.later = None, True
             self._raise_error()
 
     def drain(self) -> None:
@@ -135,7 +183,7 @@ class Updater:
         with self._changed:
             self._closing = True
             if not finish:
-                self._jobs.clear()
+                self._jobs = {block: job for block, job in self._jobs.items() if job.begun}
             self._changed.notify_all()
         with waiting("the end of the optimizer's thread"):
             self._thread.join()
@@ -153,35 +201,59 @@ class Updater:
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                block, grads, scale, must_be_finite = job
-                del job
-                with waiting(f"the gradients of block {block} to arrive in host memory"):
-                    grads.wait()
-                if must_be_finite and not np.isfinite(np.asarray(grads.sumsq.addressable_data(0))):
-                    raise NonFiniteError(
-                        f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
-                    )
-                with waiting(f"block {block} to be written to the checkpoint"):
-                    self._store.holds.wait(block)
-                self._record("update", block)
-                for path, tensor in self._store.owned(block).items():
-                    self._optimizer.update(tensor, grads.rows(path), scale)
-                del grads
-                self._record("update done", block)
+                if not job.begun:
+                    self._begin(job)
+                self._record("update", job.block)
+                if job.left is None:
+                    for path, tensor in self._store.owned(job.block).items():
+                        self._optimizer.update(tensor, job.grads.rows(path), job.scale)
+                else:
+                    self._update_rows(job)
+                self._record("update done", job.block)
                 with self._changed:
-                    self._pending.discard(block)
+                    if job.left is not None and job.left.any():
+                        self._jobs[job.block] = job
+                    else:
+                        del self._pending[job.block]
                     self._changed.notify_all()
+                del job
         except BaseException as error:  # noqa: BLE001 - whatever it is, the dispatching thread must not wait for ever
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[int, HostGradients | HostSums, float, bool] | None:
+    def _begin(self, job: _Job) -> None:
+        """Waits for what the update needs."""
+        block = job.block
+        with waiting(f"the gradients of block {block} to arrive in host memory"):
+            job.grads.wait()
+        if job.must_be_finite and not np.isfinite(np.asarray(job.grads.sumsq.addressable_data(0))):
+            raise NonFiniteError(
+                f"the gradient is not finite at or after block {block}; training.skip_nonfinite: true skips such steps"
+            )
+        with waiting(f"block {block} to be written to the checkpoint"):
+            self._store.holds.wait(block)
+        job.begun = True
+
+    def _update_rows(self, job: _Job) -> None:
+        """Updates the rows of the embedding that are waited for, else as many as make a turn."""
+        left, turn = np.flatnonzero(job.left), max(1, TURN // self._table.shape[1])
+        with self._changed:
+            wanted = [] if self._wanted is None else self._wanted[job.left[self._wanted]]
+        numbers = wanted if len(wanted) else left[:turn]
+        (path,) = self._store.owned(job.block)
+        last = numbers.size == left.size
+        self._optimizer.update_table_rows(self._table, job.grads.rows(path), job.scale, numbers, last=last)
+        with self._changed:
+            job.left[numbers] = False
+            job.later = job.later or numbers is wanted
+
+    def _next(self) -> _Job | None:
         """The update to do next: of those that have landed the one needed first, else the one that lands first."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closing)
             if not self._jobs:
                 return None
-            landed = [block for block, (grads, *_) in self._jobs.items() if grads.is_ready()]
-            block = min(landed) if landed else next(iter(self._jobs))
-            return block, *self._jobs.pop(block)
+            landed = [job for job in self._jobs.values() if job.begun or job.grads.is_ready()]
+            job = min(landed, key=lambda job: (job.later, job.block)) if landed else next(iter(self._jobs.values()))
+            return self._jobs.pop(job.block)

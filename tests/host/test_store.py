@@ -230,6 +230,26 @@ def test_the_kernels_take_the_rate_and_the_corrections_that_optax_takes(kind, wa
         assert_same_bits(plain, split)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adam", "lion", "sgd"])
+def test_a_table_updated_in_parts_is_one_updated_at_once_bit_for_bit(kind):
+    rng, shapes = np.random.default_rng(0), [{"weight": (23, 61)}, {}, {"norm.weight": (5,)}]
+    whole, parts = make_store(shapes, layout="split"), make_store(shapes, layout="split")
+    hosts = [host_optimizer(store, type=kind) for store in (whole, parts)]
+    tables = [store.tensors[EMBED] for store in (whole, parts)]
+    assert tables[1].is_table and not make_store(layout="split", rows=2).tensors[EMBED].is_table
+    for _ in range(4):
+        grads = rows_of(tables[0], rng.standard_normal(tables[0].shape).astype(BFLOAT16))
+        hosts[0].update(tables[0], grads, 0.5)
+        order = rng.permutation(tables[1].shape[0])
+        for i, numbers in enumerate((order[:7], order[7:8], order[8:])):
+            before = state_arrays(tables[1])
+            hosts[1].update_table_rows(tables[1], grads, 0.5, np.sort(numbers), last=i == 2)
+            others = np.setdiff1d(order, numbers)
+            for key, array in state_arrays(tables[1]).items():
+                assert array.ndim == 0 or bits_of(array[others]) == bits_of(before[key][others])
+    assert_same_bits(whole, parts)
+
+
 @pytest.mark.skipif(layouts.TILE == layouts.CHUNK, reason="before jax 0.11 a chunk is updated at once")
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
 def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):

@@ -27,10 +27,13 @@ import numpy as np
 
 from megatrain_jax.host import rounding
 
-CHUNK = 1 << 20  # elements updated by one call
-# Elements of one turn of its loop; XLA emits one loop per output, so the operands of a turn must fit in cache. Before jax 0.11
-# the barrier in `_apply` is dropped and XLA copies whole chunks in every turn, so a chunk is one there.
-TILE = 1 << 14 if jax.__version_info__ >= (0, 11) else CHUNK
+# Elements of one turn of the loop over a chunk; XLA emits one loop per output, so the operands of a turn must fit in cache.
+# Before jax 0.11 the barrier in `_apply` is dropped and XLA copies whole chunks in every turn, so a chunk is one there.
+_TILED = jax.__version_info__ >= (0, 11)
+# Elements updated by one call, at most, and at least where threads would be without work. A call holds Python's lock for some
+# 0.1 ms, in which no other thread begins one, so chunks are not smaller than need be (docs/benchmarks.md).
+CHUNK, LEAST = 1 << 22 if _TILED else 1 << 20, 1 << 18
+TILE = 1 << 14 if _TILED else CHUNK
 PUT = 1 << 30  # elements of gradients in one array of the CPU backend; their offsets are int32
 PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
@@ -143,7 +146,10 @@ class _Chunk:
 
 
 def _chunk_lengths(size: int) -> list[int]:
-    count = max(1, math.ceil(size / CHUNK))
+    threads = _threads()
+    count = max(1, math.ceil(size / CHUNK), min(threads, math.ceil(size / LEAST)))
+    if count > threads:
+        count = math.ceil(count / threads) * threads  # as many for each
     length = max(ALIGN, math.ceil(math.ceil(size / count) / ALIGN) * ALIGN)
     return [min(length, size - start) for start in range(0, max(size, 1), length)]
 

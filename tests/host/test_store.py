@@ -263,7 +263,39 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     compiled = layouts._apply.lower(*operands, step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= chunk.params.nbytes  # it measures
-    assert memory.temp_size_in_bytes < 8 * 4 * layouts.TILE
+    in_place = kind in (
+        "adam",
+        "adamax",
+        "adamaxw",
+        "adamw",
+        "amsgrad",
+        "nadam",
+        "nadamw",
+        "radam",
+        "sgd",
+        "sign_sgd",
+        "yogi",
+    )
+    assert memory.temp_size_in_bytes < (4096 if in_place else 8 * 4 * layouts.TILE)
+    with pytest.raises(ValueError, match=f"a chunk of {size} elements is not made of tiles of {layouts.TILE - 1}"):
+        layouts._apply.lower(*operands, step=rule.step, tile=layouts.TILE - 1, wire_dtype=BFLOAT16)
+
+
+@pytest.mark.parametrize("threads", [1, 14])
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 1000, 1024, 5000, 20_000, 100_001, 1 << 20])
+def test_chunks_are_whole_tiles_in_equal_numbers_for_each_thread(monkeypatch, size, threads):
+    small_chunks(monkeypatch, 4096, 64)
+    monkeypatch.setattr(layouts, "LEAST", 512)
+    monkeypatch.setattr(layouts, "_threads", lambda: threads)
+    lengths = layouts._chunk_lengths(size)
+    assert sum(lengths) == size and max(lengths) <= 4096
+    tiles = [n for n in lengths if n and n % 64 == 0]
+    assert size - sum(tiles) < 64 and len({*tiles[:-1]}) <= 1  # what is over is a chunk of its own
+    rounds = math.ceil(size / 4096 / threads)
+    if size >= threads * 512:
+        assert (rounds - 1) * threads < len(tiles) <= rounds * threads  # nobody has more than one more than need be
+    else:
+        assert len(tiles) <= threads and min(tiles[:-1], default=512) >= 448
 
 
 def test_state_that_moved_is_an_error():

@@ -122,8 +122,7 @@ class Updater:
           must_be_finite: check the squared norm that came with the gradients before anything is changed.
         """
         with self._changed:
-            if (before := self._pending.get(block)) is not None and before.later:
-                before.later = False
+            if block in self._pending and self._pending[block].later:
                 self.wait([block])
             self._raise_error()
             if block in self._pending:
@@ -152,6 +151,8 @@ class Updater:
         blocks = set(blocks)
         with self._changed:
             while self._error is None and (left := self._pending.keys() & blocks):
+                for block in left:
+                    self._pending[block].later = False
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 with waiting(f"the update of block {min(left)}{more}"):
                     self._changed.wait()

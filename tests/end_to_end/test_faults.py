@@ -17,8 +17,9 @@ import megatrain_jax as mt
 from megatrain_jax import preparation, train, trainer
 from megatrain_jax.checkpoint import saver, state, tensors
 from megatrain_jax.data import dataset, workers
+from megatrain_jax.host.optimizer import HostOptimizer
 from megatrain_jax.report import progress
-from megatrain_jax.stream import pipeline
+from megatrain_jax.stream import pipeline, updater
 from tests.end_to_end.conftest import ROOT, Project, records, saved_weights, write_model
 from tests.end_to_end.faults import POINTS, Fault, Injected, fail, wait_sites
 
@@ -103,7 +104,22 @@ EVERYTHING = SECTIONS | {
 
 @pytest.mark.parametrize("site", SITES)
 def test_a_failure_at_any_wait_ends_the_run_with_its_cause(undisturbed, monkeypatch, site):
-    if site in ("stream.updater:__init__", "stream.updater:add", "stream.pipeline:_embed"):
+    sections = EVERYTHING
+    if site == "stream.updater:wait_for_rows":  # a table is updated in turns by the kernels, and slowly
+        pytest.importorskip("numba")
+        sections = EVERYTHING | {
+            "model": {"dtype": "bfloat16"},
+            "eval": {"eval_strategy": "no"},
+        }  # it waits for all rows
+        monkeypatch.setattr(updater, "TURN", 1)
+        whole = HostOptimizer.update_table_rows
+        monkeypatch.setattr(HostOptimizer, "update_table_rows", lambda *a, **k: (time.sleep(0.002), whole(*a, **k)))
+    if site in (
+        "stream.updater:__init__",
+        "stream.updater:add",
+        "stream.pipeline:_embed",
+        "stream.updater:wait_for_rows",
+    ):
         # Gradients of groups are summed; then no block stays on the device, and of the embedding rows are sent.
         in_groups = lambda *args: dataclasses.replace(preparation.plan(*args), group_size=1, resident=())  # noqa: E731
         monkeypatch.setattr(trainer, "plan", in_groups)
@@ -112,7 +128,7 @@ def test_a_failure_at_any_wait_ends_the_run_with_its_cause(undisturbed, monkeypa
     there = lambda: sys._getframe(2).f_lineno == SITES[site] and checkpoint.exists()  # noqa: E731
     with Fault(f"{site.partition(':')[0]}:waiting", there, fail) as fault:
         with pytest.raises(Injected, match="broken on purpose"):
-            mt.Trainer(undisturbed.config(out, **EVERYTHING)).fit()
+            mt.Trainer(undisturbed.config(out, **sections)).fit()
         assert time.monotonic() - fault.fired < LIMIT
     # Where the wait was for the end of a thread, that end is still to come.
     deadline = time.monotonic() + LIMIT

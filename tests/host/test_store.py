@@ -8,6 +8,7 @@ import pytest
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig
 from megatrain_jax.host import layouts
+from megatrain_jax.host.in_place import update_chunk
 from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.optimizer import ELEMENTWISE, HostOptimizer
 from megatrain_jax.host.store import HostStore, Rows
@@ -260,7 +261,7 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     (chunk,) = store.tensors[EMBED]._rows[0]._chunks
     scratch, grads = layouts._allocate((size,), np.uint16), np.zeros(3 * size, BFLOAT16)
     operands = chunk.params, chunk.state, scratch, grads, chunk.at, np.float32(1)
-    compiled = layouts._apply.lower(*operands, step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16).compile()
+    compiled = update_chunk.lower(*operands, step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= chunk.params.nbytes  # it measures
     in_place = kind in (
@@ -278,7 +279,7 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     )
     assert memory.temp_size_in_bytes < (4096 if in_place else 8 * 4 * layouts.TILE)
     with pytest.raises(ValueError, match=f"a chunk of {size} elements is not made of tiles of {layouts.TILE - 1}"):
-        layouts._apply.lower(*operands, step=rule.step, tile=layouts.TILE - 1, wire_dtype=BFLOAT16)
+        update_chunk.lower(*operands, step=rule.step, tile=layouts.TILE - 1, wire_dtype=BFLOAT16)
 
 
 @pytest.mark.parametrize("threads", [1, 14])

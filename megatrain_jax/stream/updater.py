@@ -216,8 +216,8 @@ class Updater:
                         self._jobs[job.block] = job
                     else:
                         del self._pending[job.block]
+                    del job  # whoever waits finds its gradients gone
                     self._changed.notify_all()
-                del job
         except BaseException as error:  # noqa: BLE001 - whatever it is, the dispatching thread must not wait for ever
             with self._changed:
                 self._error = error

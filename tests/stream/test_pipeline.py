@@ -380,7 +380,7 @@ def test_steps_leave_nothing_behind(settings):
         tracemalloc.start()
         try:
             taken(3)
-            arrays, nbytes, python = zip(taken(3), *(taken(30) for _ in range(4)), strict=True)
+            arrays, nbytes, python = zip(taken(3), *(taken(30) for _ in range(8)), strict=True)
         finally:
             tracemalloc.stop()
     assert len(set(arrays)) == len(set(nbytes)) == 1

@@ -78,26 +78,13 @@ def make_kernel(
         rate, *corrections = (f(x) for x in scalars(count))
         # Of the cores that this process may use, two are left to the thread that dispatches and to the ones that watch.
         set_num_threads(max(1, min(config.NUMBA_NUM_THREADS, len(os.sched_getaffinity(0)) - 2)))
+        operands = starts, length, hi, lo, *moments, grad, f(scale), rate
         if name == "sgd":
-            _sgd(starts, length, hi, lo, *moments, grad, f(scale), rate, f(momentum), added)
+            _sgd(*operands, f(momentum), added)
         elif name == "lion":
-            _lion(starts, length, hi, lo, *moments, grad, f(scale), rate, betas, decoupled)
+            _lion(*operands, betas, decoupled)
         else:
-            _adam(
-                starts,
-                length,
-                hi,
-                lo,
-                *moments,
-                grad,
-                f(scale),
-                rate,
-                tuple(corrections),
-                betas,
-                f(eps),
-                decoupled,
-                added,
-            )
+            _adam(*operands, tuple(corrections), betas, f(eps), decoupled, added)
 
     return kernel
 

@@ -105,21 +105,14 @@ EVERYTHING = SECTIONS | {
 @pytest.mark.parametrize("site", SITES)
 def test_a_failure_at_any_wait_ends_the_run_with_its_cause(undisturbed, monkeypatch, site):
     sections = EVERYTHING
-    if site == "stream.updater:wait_for_rows":  # a table is updated in turns by the kernels, and slowly
+    if site == "stream.updater:wait_for_rows":
+        # Of a table that the kernels update in turns, and slowly; an evaluation would wait for all of it.
         pytest.importorskip("numba")
-        sections = EVERYTHING | {
-            "model": {"dtype": "bfloat16"},
-            "eval": {"eval_strategy": "no"},
-        }  # it waits for all rows
+        sections = EVERYTHING | {"model": {"dtype": "bfloat16"}, "eval": {"eval_strategy": "no"}}
         monkeypatch.setattr(updater, "TURN", 1)
         whole = HostOptimizer.update_table_rows
         monkeypatch.setattr(HostOptimizer, "update_table_rows", lambda *a, **k: (time.sleep(0.002), whole(*a, **k)))
-    if site in (
-        "stream.updater:__init__",
-        "stream.updater:add",
-        "stream.pipeline:_embed",
-        "stream.updater:wait_for_rows",
-    ):
+    if site.removeprefix("stream.") in ("updater:__init__", "updater:add", "updater:wait_for_rows", "pipeline:_embed"):
         # Gradients of groups are summed; then no block stays on the device, and of the embedding rows are sent.
         in_groups = lambda *args: dataclasses.replace(preparation.plan(*args), group_size=1, resident=())  # noqa: E731
         monkeypatch.setattr(trainer, "plan", in_groups)

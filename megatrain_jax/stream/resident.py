@@ -99,7 +99,10 @@ class ResidentTensor:
         return self._gather(self._params)
 
     def init_state(self, rule: Rule) -> None:
-        self._state = rule.init([self._params])
+        # Zeros depend on nothing, so they would be whole on every device.
+        split = lambda leaf: self._params.sharding if leaf.shape == self._params.shape else self._mesh.sharding()  # noqa: E731
+        shardings = jax.tree.map(split, jax.eval_shape(rule.init, [self._params]))
+        self._state = jax.jit(rule.init, out_shardings=shardings)([self._params])
 
     def state(self) -> dict[str, StateArray]:
         """See `HostTensor.state`."""

@@ -134,6 +134,24 @@ def first_passes() -> None:
         assert max(ahead) == (0 if new else most), (new, ahead)
 
 
+def resident_memory() -> None:
+    """Of weights and moments that stay on the devices each holds its share, before the first step and after it."""
+    devices, spec = jax.device_count(), small_spec(1)
+    model = make_model(spec, random_weights(spec), execution(devices=devices), resident=(0, 1, 2))
+
+    def check() -> None:
+        for tensor in model.store.tensors.values():
+            for leaf in jax.tree.leaves((tensor._params, tensor._state)):
+                held = [shard.data.nbytes for shard in leaf.addressable_shards]
+                assert held == [leaf.nbytes // devices if leaf.ndim else leaf.nbytes] * devices, (tensor.name, held)
+
+    with training(model, Settings(max_grad_norm=0.5)) as (pipeline, updater):
+        check()
+        pipeline.train_step([random_batch(spec)])
+        updater.drain()
+        check()
+
+
 def run(config: str, out: str) -> None:
     """A run of a configuration file; `model.device` has no word for several CPUs."""
     import megatrain_jax as mt

@@ -55,6 +55,10 @@ def test_what_compiles_on_several_devices_has_them_to_itself():
     finish([start(2, "first_passes")], 300)
 
 
+def test_what_stays_on_several_devices_is_split_over_them():
+    finish([start(4, "resident_memory")], 300)
+
+
 @pytest.mark.parametrize("repeats", [2, pytest.param(10, marks=slow)])
 def test_fifty_steps_on_eight_devices_end(repeats):
     assert finish([start(8, "training_steps", 50, repeats)], 400).count("ended") == repeats

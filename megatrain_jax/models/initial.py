@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
+import os
+
 import numpy as np
 
 from megatrain_jax.models.spec import ModelSpec
+
+_PART = 1 << 20  # elements
 
 
 def random_source(seed: int, number: int) -> np.random.Generator:
@@ -31,6 +37,23 @@ def initial_value(spec: ModelSpec, name: str, shape: tuple[int, ...], rng: np.ra
     if name.removesuffix(".weight").endswith("norm"):
         from_zero = spec.norm == "rms_offset" and not name.endswith("linear_attn.norm.weight")
         return np.full(shape, 0 if from_zero else 1, np.float32)
-    value = rng.standard_normal(shape, np.float32)
-    value *= np.float32(spec.initializer_range)
+    return _normal(shape, spec.initializer_range, rng)
+
+
+def _normal(shape: tuple[int, ...], deviation: float, rng: np.random.Generator) -> np.ndarray:
+    """Drawn in parts by all cores, each from a source of its own: an embedding would take one of them for ten seconds."""
+    value = np.empty(shape, np.float32)
+    flat = value.reshape(-1)
+    parts = [flat[start : start + _PART] for start in range(0, flat.size, _PART)]
+
+    def draw(part: np.ndarray, source: np.random.Generator) -> None:
+        source.standard_normal(out=part, dtype=np.float32)
+        part *= np.float32(deviation)
+
+    list(_workers().map(draw, parts, rng.spawn(len(parts))))
     return value
+
+
+@functools.lru_cache(maxsize=1)
+def _workers() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="megatrain-initial")

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megatrain_jax.host import rounding
-from megatrain_jax.host.in_place import update_chunk
+from megatrain_jax.host.in_place import make_update
 
 # Elements of one turn of the loop over a chunk, so that its operands stay in cache from one of XLA's loops to the next. Before
 # jax 0.11 barriers are dropped on the CPU and XLA copies whole chunks in every turn, so a chunk is one tile there.
@@ -35,6 +35,8 @@ _TILED = jax.__version_info__ >= (0, 11)
 # 0.1 ms, in which no other thread begins one, so chunks are not smaller than need be (docs/benchmarks.md).
 CHUNK, LEAST = 1 << 22 if _TILED else 1 << 20, 1 << 18
 TILE = 1 << 14 if _TILED else CHUNK
+# And of one call of it, so that the rounded weights, which it gives and which are copied to the wire then, stay in cache, too.
+PIECE = 1 << 20
 PUT = 1 << 30  # elements of gradients in one array of the CPU backend; their offsets are int32
 PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
@@ -101,16 +103,24 @@ def _allocate(shape: tuple[int, ...], dtype) -> jax.Array:
 
 @dataclasses.dataclass
 class _Chunk:
-    """What is updated by one call, and its optimizer state."""
+    """What one thread updates at a time, and its optimizer state."""
 
     start: int  # offset in the row, in elements
-    params: jax.Array
     at: jax.Array  # offset in its part of the gradients, int32
-    state: Any = None
+    leaves: list[jax.Array]  # of params and state
+    where: list[int] = dataclasses.field(default_factory=list)  # their addresses
+
+    @property
+    def params(self) -> jax.Array:
+        return self.leaves[0]
+
+    @property
+    def size(self) -> int:
+        return self.leaves[0].size
 
     @property
     def stop(self) -> int:
-        return self.start + self.params.size
+        return self.start + self.size
 
 
 def _chunk_lengths(size: int) -> list[int]:
@@ -134,8 +144,8 @@ def _by_parts(size: int, work: Callable[[slice], None]) -> None:
         work(parts[0])
 
 
-def _pointers(tree: Any) -> list[int]:
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) if leaf.ndim]
+def _pointers(arrays: Iterable[jax.Array]) -> list[int]:
+    return [array.unsafe_buffer_pointer() for array in arrays if array.ndim]
 
 
 class FrozenRow:
@@ -179,7 +189,7 @@ class PlainRow:
         for each in shapes:
             start = self._chunks[-1].stop if self._chunks else 0
             at = jax.device_put(np.int32(start % self._part), cpu_device())
-            self._chunks.append(_Chunk(start, _allocate(each, jnp.float32), at))
+            self._chunks.append(_Chunk(start, at, [_allocate(each, jnp.float32)]))
         self._separate_wire = wire is not None
         self.wire = view(self._chunks[0].params).reshape(-1) if wire is None else wire
 
@@ -206,7 +216,8 @@ class PlainRow:
     def init_state(self, rule: Rule) -> None:
         with jax.default_device(cpu_device()):
             for chunk in self._chunks:
-                chunk.state = rule.init([chunk.params])
+                chunk.leaves, self._tree = jax.tree.flatten(([chunk.params], rule.init([chunk.params])))
+                chunk.where = _pointers(chunk.leaves)
 
     def update(self, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
         """Raises RuntimeError if the state did not change in place, so that memory would have doubled."""
@@ -226,30 +237,30 @@ class PlainRow:
             list(_workers().map(work, range(threads)))
 
     def _update_chunk(self, chunk: _Chunk, rule: Rule, grads: jax.Array, scale: jax.Array) -> None:
-        scratch = _scratch.take(chunk.params.size, self.wire.dtype) if self._separate_wire else None
-        before = _pointers((chunk.params, chunk.state, scratch))
-        chunk.params, chunk.state, scratch = update_chunk(
-            chunk.params,
-            chunk.state,
-            scratch,
-            grads,
-            chunk.at,
-            scale,
-            step=rule.step,
-            tile=self._tile,
-            wire_dtype=self.wire.dtype,
-        )
-        chunk.params.block_until_ready()  # what one call computes is there at once
-        if _pointers((chunk.params, chunk.state, scratch)) != before:
+        update = make_update(rule.step, self._tree, self._tile, self.wire.dtype)
+        size, tile = chunk.size, self._tile
+        length = size if tile is None or size <= tile else min(size, max(PIECE // tile, 1) * tile)
+        scratch = _Scratch.take(length, self.wire.dtype) if self._separate_wire else None
+        rounded = scratch and scratch.array
+        for start in range(0, size, length):
+            here = slice(chunk.start + start, min(chunk.start + start + length, chunk.stop))
+            piece = _piece(start, (here.stop - here.start) // (tile or length))
+            chunk.leaves, rounded = update(chunk.leaves, rounded, grads, chunk.at, piece, scale)
+            chunk.params.block_until_ready()  # what one call computes is there at once
+            if scratch:
+                np.copyto(self.wire[here].view(scratch.bits.dtype), scratch.bits[: here.stop - here.start])
+        moved = _pointers(chunk.leaves) != chunk.where
+        if scratch:
+            moved = moved or rounded.unsafe_buffer_pointer() != scratch.address
+            scratch._replace(array=rounded).give()
+        if moved:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
-        if scratch is not None:
-            np.copyto(self.wire[chunk.start : chunk.stop].view(scratch.dtype), view(scratch))
-            _scratch.give(scratch)
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:
         found = collections.defaultdict(list)
         for chunk in self._chunks:
-            for path, leaf in jax.tree_util.tree_flatten_with_path(chunk.state)[0]:
+            _, state = jax.tree.unflatten(self._tree, chunk.leaves)
+            for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
                 if leaf.ndim and hasattr(path[-1], "idx") and leaf.shape == chunk.params.shape:
                     where = slice(chunk.start, chunk.stop)
                     found[jax.tree_util.keystr(path[:-1])].append((view(leaf).reshape(-1), where))
@@ -314,26 +325,34 @@ class SplitRow:
         return moments | {key: [(count, None)] for key, count in self._counts.items()}
 
 
-class _Scratch:
-    """Memory that the rounded weights of a chunk pass through, reused by every chunk of the same length.
+class _Scratch(NamedTuple):
+    """Memory that the rounded weights of a piece pass through, used again by every piece of the same length.
 
-    As unsigned numbers, because XLA does not vectorise a copy of bfloat16.
+    Unsigned numbers, because XLA does not vectorise a copy of bfloat16.
     """
 
-    def __init__(self):
-        self._free = collections.defaultdict(list)
+    array: jax.Array
+    bits: np.ndarray  # a view of it
+    address: int
 
-    def take(self, size: int, dtype: np.dtype) -> jax.Array:
+    @classmethod
+    def take(cls, size: int, dtype: np.dtype) -> _Scratch:
         try:
-            return self._free[size, dtype.itemsize].pop()
+            return _free[size, dtype.itemsize].pop()
         except IndexError:
-            return _allocate((size,), f"uint{8 * dtype.itemsize}")
+            array = _allocate((size,), f"uint{8 * dtype.itemsize}")
+            return cls(array, view(array), array.unsafe_buffer_pointer())
 
-    def give(self, scratch: jax.Array) -> None:
-        self._free[scratch.size, scratch.dtype.itemsize].append(scratch)
+    def give(self) -> None:
+        _free[self.bits.size, self.bits.itemsize].append(self)
 
 
-_scratch = _Scratch()
+_free: dict[tuple[int, int], list[_Scratch]] = collections.defaultdict(list)
+
+
+@functools.lru_cache(maxsize=4096)
+def _piece(start: int, tiles: int) -> jax.Array:
+    return jax.device_put(np.array([start, tiles], np.int32), cpu_device())
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig, UserError
-from megatrain_jax.host import layouts
+from megatrain_jax.host import layouts, rounding
 from megatrain_jax.host import optimizer as optimizer_module
 from megatrain_jax.host.optimizer import (
     ELEMENTWISE,
@@ -209,10 +209,12 @@ def test_updates_equal_optax_on_the_tensors(monkeypatch, name, wire):
 
 
 @pytest.mark.parametrize("name", sorted(ELEMENTWISE))
-def test_elementwise_optimizers_are_applied_tile_by_tile(monkeypatch, name):
-    """Chunks of two whole tiles and a part of one, and a chunk smaller than a tile."""
-    monkeypatch.setattr(layouts, "CHUNK", 64)
+@pytest.mark.parametrize("chunk, piece", [(64, 64), (64, 24), (72, 48)])
+def test_elementwise_optimizers_are_applied_tile_by_tile(monkeypatch, name, chunk, piece):
+    """Chunks of two or three tiles, in pieces of both, of one, and of two and one; and a chunk smaller than a tile."""
+    monkeypatch.setattr(layouts, "CHUNK", chunk)
     monkeypatch.setattr(layouts, "TILE", 24)
+    monkeypatch.setattr(layouts, "PIECE", piece)
     store = HostStore(small_spec(1), [{"weight": (3, 50)}, {}, {}], wire_dtype="bfloat16")
     (tensor,) = store.tensors.values()
     rng = np.random.default_rng(0)
@@ -225,6 +227,7 @@ def test_elementwise_optimizers_are_applied_tile_by_tile(monkeypatch, name):
     plain = make_transformation(OptimizerConfig(type=name), 0.1, schedule, decay=True)
     expected = some_steps(plain, {"w": weights}, [{"w": grad} for grad in grads])["w"]
     np.testing.assert_allclose(tensor.read(), expected, rtol=0, atol=1e-6)
+    np.testing.assert_array_equal(tensor.wire[0].reshape(3, 50), rounding.to_dtype(tensor.read(), "bfloat16"))
     assert np.abs(tensor.read() - weights).max() > 1e-4
 
 

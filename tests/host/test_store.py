@@ -8,7 +8,7 @@ import pytest
 
 from megatrain_jax.config import OptimizerConfig, TrainingConfig
 from megatrain_jax.host import layouts
-from megatrain_jax.host.in_place import update_chunk
+from megatrain_jax.host.in_place import make_update
 from megatrain_jax.host.layouts import Rule
 from megatrain_jax.host.optimizer import ELEMENTWISE, HostOptimizer
 from megatrain_jax.host.store import HostStore, Rows
@@ -258,10 +258,11 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     size = 20 * layouts.TILE
     store = make_store([{"weight": (size,)}, {}, {}])
     rule = host_optimizer(store, type=kind, backend="optax").rule(store.tensors[EMBED])
-    (chunk,) = store.tensors[EMBED]._rows[0]._chunks
+    row = store.tensors[EMBED]._rows[0]
+    (chunk,) = row._chunks
     scratch, grads = layouts._allocate((size,), np.uint16), np.zeros(3 * size, BFLOAT16)
-    operands = chunk.params, chunk.state, scratch, grads, chunk.at, np.float32(1)
-    compiled = update_chunk.lower(*operands, step=rule.step, tile=layouts.TILE, wire_dtype=BFLOAT16).compile()
+    operands = chunk.leaves, scratch, grads, chunk.at, np.array([0, 10], np.int32), np.float32(1)
+    compiled = make_update(rule.step, row._tree, layouts.TILE, BFLOAT16).lower(*operands).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= chunk.params.nbytes  # it measures
     in_place = kind in (
@@ -279,7 +280,7 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     )
     assert memory.temp_size_in_bytes < (4096 if in_place else 8 * 4 * layouts.TILE)
     with pytest.raises(ValueError, match=f"a chunk of {size} elements is not made of tiles of {layouts.TILE - 1}"):
-        update_chunk.lower(*operands, step=rule.step, tile=layouts.TILE - 1, wire_dtype=BFLOAT16)
+        make_update(rule.step, row._tree, layouts.TILE - 1, BFLOAT16).lower(*operands)
 
 
 @pytest.mark.parametrize("threads", [1, 14])

@@ -21,7 +21,7 @@ from megatrain_jax.data.dataset import prepare as prepare_data
 from megatrain_jax.data.loader import TrainLoader
 from megatrain_jax.data.streaming import StreamLoader
 from megatrain_jax.data.tokenizer import load_tokenizer
-from megatrain_jax.host.memory import grows, host_memory
+from megatrain_jax.host.memory import anonymous_memory, grows, host_memory
 from megatrain_jax.host.optimizer import choose_layout, make_schedule, make_transformation
 from megatrain_jax.host.pages import check_locking
 from megatrain_jax.models.blocks import model_tensors
@@ -157,6 +157,7 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
     training, seq = config.training, prepared.dataset.sequence_length
     if mesh.has_own_memory and config.memory.pin_memory:
         check_locking()
+    free, runtime = host_memory(), mesh.runtime_bytes(0)
     common = dict(
         micro_batches=training.gradient_accumulation_steps,
         dtype=config.model.dtype,
@@ -165,8 +166,9 @@ def plan(config: Config, prepared: Preparation, mesh: Mesh) -> Plan:
         state_bytes=_state_bytes(config, mesh.has_own_memory),
         hold_gradients=bool(training.max_grad_norm) or training.skip_nonfinite,
         device_bytes=mesh.memory_bytes(),
-        host_bytes=host_memory(),
+        host_bytes=None if free is None else free + min(anonymous_memory(), runtime),  # some of it is taken by now
         attention_bytes=_attention_bytes(config, prepared.spec, mesh, seq),
+        beside=mesh.runtime_bytes,
     )
     try:
         first = make_plan(
@@ -255,7 +257,8 @@ def describe_plan(config: Config, prepared: Preparation, p: Plan, mesh: Mesh) ->
     whole = p.group_size == config.training.gradient_accumulation_steps
     groups = "" if whole else f", micro-batches in groups of {p.group_size}"
     lines = [
-        f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}), device about "
+        f"memory     host {p.host / GIB:.2f} GiB (state {p.state / GIB:.2f}, gradients {p.gradients / GIB:.2f}, "
+        f"runtime {p.beside / GIB:.2f}), device about "
         f"{p.device / GIB:.2f} GiB of {mesh.size} x {mesh.devices[0].device_kind}",
         f"stream     block inputs {where} ({p.activations / GIB:.2f} GiB{groups}), {p.keep_layers} layers keep their "
         f"intermediates, {len(p.resident)} blocks stay on the device",

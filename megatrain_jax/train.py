@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
+import math
 import os
 import re
 import subprocess
@@ -85,10 +87,10 @@ def locate(message: str, config: str, overrides: Sequence[str]) -> str:
 
 def settle_environment(config: Config) -> None:
     """Process-wide settings of jax, all of them, before it is imported; what the user's environment says wins."""
+    gpus = max(1, len(_gpu_bytes())) if config.model.device == "all" else 1
     settings = {
-        # The rest is for cuDNN, NCCL and compiled programs.
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(pinned_pool_gib(config)),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_device_fraction(config)),
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(pinned_pool_gib(config, gpus)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
     if config.model.device == "all":
@@ -109,11 +111,12 @@ def settle_environment(config: Config) -> None:
     logging.getLogger("absl").setLevel(logging.ERROR)
 
 
-def pinned_pool_gib(config: Config) -> int:
-    """Limit of jax's pinned memory pool in GiB: the gradients and block inputs that can be in flight, and a quarter more.
+def pinned_pool_gib(config: Config, gpus: int = 1) -> int:
+    """Limit of each of jax's pools of pinned memory, one for a GPU, in GiB: the gradients and block inputs that can be in
+    flight at once, and a little more, since they come and go.
 
-    Weights are outside the pool. The pool takes memory in steps that double, up to this limit, so it is not set higher
-    than need be: block inputs count only where they may have to leave the device.
+    Weights are outside the pools. A pool is taken whole if more than half of it is needed, so its limit is not higher than
+    need be: block inputs count only where they may have to leave the device.
     """
     from megatrain_jax.models.families import read_config, spec_from_config
 
@@ -123,25 +126,34 @@ def pinned_pool_gib(config: Config) -> int:
     # Whether experts will stream in groups, which keeps more, is not known yet unless the configuration says so.
     grouped = dataclasses.replace(spec, expert_groups=1 if config.memory.expert_groups == 1 else 2)
     inputs = grouped.kept_bytes(tokens, itemsize)
-    offload = config.memory.offload_activations
-
-    def limit(held: int) -> int:
-        return max(8, -(-int(1.25 * held) // 2**30))
-
-    most, least = (limit(itemsize * spec.num_parameters + n) for n in (inputs, 0))
-    if most > least and offload == "auto":
-        offload = inputs >= 0.25 * _smallest_gpu_bytes()
-    return most if offload else least
+    gradients, offload = itemsize * spec.num_parameters, config.memory.offload_activations
+    if offload == "auto":
+        budget, smallest = config.memory.device_budget, min(_gpu_bytes(), default=0)
+        offload = inputs >= 0.1 * gpus * (smallest if budget == "auto" else min(budget * 2**30, smallest))
+    return math.ceil((1.05 * (gradients + inputs * offload) / gpus + 2**28) / 2**30)
 
 
-def _smallest_gpu_bytes() -> float:
-    """Memory of the smallest GPU, asked of the driver's own tool because jax must not be imported yet; 0 without one."""
+def _device_fraction(config: Config) -> float:
+    """Of a device's memory, what jax takes: the rest is for cuDNN, NCCL and compiled programs, or for others."""
+    smallest, most = min(_gpu_bytes(), default=0), 0.92
+    if config.memory.device_budget == "auto" or not smallest:
+        return most
+    # The plan keeps to the budget; it leaves out some, and what lies between two arrays.
+    return min(most, round((1.05 * config.memory.device_budget + 0.5) * 2**30 / smallest, 4))
+
+
+@functools.lru_cache(maxsize=1)
+def _gpu_bytes() -> tuple[float, ...]:
+    """Memory of each GPU, asked of the driver's own tool because jax must not be imported yet; none without it."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-        return min(float(line) for line in found.splitlines()) * 2**20
+        sizes = tuple(float(line) * 2**20 for line in found.splitlines())
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0.0
+        return ()
+    # Which they are does not matter much, how many does.
+    return sizes if visible is None else tuple(sorted(sizes))[: len(visible.split(","))]
 
 
 def _fail(code: int, message: str) -> int:

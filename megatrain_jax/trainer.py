@@ -142,6 +142,7 @@ class Trainer:
             p = resumed_plan(config, prepared, mesh, before.keep_layers, before.resident_blocks, before.expert_groups)
         else:
             p = plan(config, prepared, mesh)
+        mesh.reserve_pinned(p.pinned)
         model = models.load_for_training(config, mesh, p.resident, p.expert_groups)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, prepared.total_steps)
         self._identity = identity(config, prepared) | {"frozen": state.frozen_hashes(model.store)}

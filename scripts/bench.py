@@ -190,6 +190,7 @@ def run(options: argparse.Namespace):
         spec = spec_from_config(read_config(folder, config.model.config_overrides))
         rows = types.SimpleNamespace(sequence_length=options.seq)
         plan = make_plan(config, types.SimpleNamespace(spec=spec, trained=spec.num_parameters, dataset=rows), mesh)
+        mesh.reserve_pinned(plan.pinned)
         model = load_for_training(config, mesh, plan.resident, plan.expert_groups)
         optimizer = HostOptimizer(model.store, config.optimizer, config.training, 10_000)
         loading = time.perf_counter() - began

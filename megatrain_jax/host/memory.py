@@ -32,6 +32,13 @@ def host_memory(root: Path = Path("/")) -> int | None:
     return max(min(free), 0) if free else None
 
 
+def anonymous_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process has taken and that no file backs; 0 if the system does not say."""
+    with contextlib.suppress(OSError, KeyError):
+        return 1024 * _fields(root / "proc/self/status")["RssAnon"]
+    return 0
+
+
 def grows(root: Path = Path("/")) -> bool:
     """Whether the machine is one to which memory is added while it runs (a virtual machine with a virtio-mem device)."""
     return any((root / "sys/bus/virtio/drivers/virtio_mem").glob("virtio*"))

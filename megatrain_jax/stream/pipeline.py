@@ -430,6 +430,7 @@ class Pipeline:
             acc, sumsq, marker = template(batch.token_ids, dxs[m], acc, sumsq)
             ahead.dispatched(marker, "backward", 0)
             self._record.watch("backward", 0, m, marker)
+        self._wait_for_update(0)  # the last step's gradients of it may still be there, and there is no room for both
         self._emit(0, acc, sumsq, sink)
         return sumsq
 

@@ -20,6 +20,8 @@ GIB = 2**30
 # their ratio matters, and only for speed.
 DEVICE_FLOPS = 600e12  # matmuls of a layer, a second
 HOST_UPDATES = 3.6e9  # parameters that the host's optimizer updates, a second, while copies run
+# And beside the copies of several GPUs: 3.3 on two. What stays is split over them, so more can stay.
+HOST_UPDATES_FOR_SEVERAL = 2.8e9
 MARGIN = 0.95  # of the budget; the rest is for what the estimates leave out
 
 
@@ -34,6 +36,8 @@ class Plan:
       gradients: held in host memory until the clip scale is known, or summed there over groups.
       activations: kept block inputs of one group.
       working: the most that the device holds besides those.
+      pinned: the most that is on its way from the device at once, or waits where it arrived: gradients and block inputs.
+      beside: host memory that is taken besides what is counted above.
       host, device: the sums. Where host and device are one memory, `host` is everything.
       resident: blocks that stay on the device with their optimizer state.
       keep_layers: this many of the last layers keep their intermediates and are not recomputed.
@@ -53,6 +57,8 @@ class Plan:
     keep_layers: int = 0
     expert_groups: int = 1
     in_one_block: int = 0
+    pinned: int = 0
+    beside: int = 0
 
 
 def state_bytes_per_parameter(dtype: str, *, own_memory: bool, optimizer_bytes: float, split: bool) -> float:
@@ -81,9 +87,20 @@ def head_bytes(spec: ModelSpec, *, tokens: int, itemsize: int, loss_tile: int, d
 
 
 def layer_bytes(
-    spec: ModelSpec, *, tokens: int, itemsize: int, accumulate: bool, attention_bytes: int, kept: bool
+    spec: ModelSpec,
+    *,
+    tokens: int,
+    itemsize: int,
+    accumulate: bool,
+    attention_bytes: int,
+    kept: bool,
+    devices: int = 1,
 ) -> int:
     """Device bytes of a layer's backward: weights in flight, gradients, and what is computed with.
+
+    On several devices weights and gradients are whole on each for a while, and XLA holds more of what is computed with in
+    order to exchange gradients meanwhile: 3.5 GiB more than on one where 7.4 are computed with, if intermediates are kept,
+    and 1.0 more than 13.5 if not (Qwen2.5-14B, 64 x 1024 tokens on each of two H200s).
 
     Args:
       attention_bytes: of masks or scores that are as large as the square of a row.
@@ -99,11 +116,12 @@ def layer_bytes(
     sums = max((4 * 2 * _experts_in(s) * s.moe.intermediate_size * s.hidden_size for s in blocks if s.moe), default=0)
     # The head's gradient may still be leaving; that of a tied one waits for the embedding's.
     head = table * (4 if spec.tie_word_embeddings else itemsize * kept)
+    exchanged = (devices > 1) * (2 * layer + kept * inner // 2)
     scores = 4 * max((scores_in_backward(s, tokens) for s in dict.fromkeys(spec.layers)), default=0)
     return (
         layer * ((3 if kept else 5) * itemsize + 4 * accumulate)
         + sums
-        + inner * itemsize
+        + (inner + exchanged) * itemsize
         + scores
         + attention_bytes
         + head
@@ -130,6 +148,7 @@ def working_bytes(
             accumulate=accumulate,
             attention_bytes=attention_bytes,
             kept=False,
+            devices=devices,
         ),
     )
 
@@ -186,6 +205,7 @@ def make_plan(
     device_bytes: int | None,
     host_bytes: int | None,
     attention_bytes: int = 0,
+    beside: Callable[[int], int] = lambda pinned: 0,
 ) -> Plan:
     """Decides where block inputs wait, how many micro-batches run together, and in how many blocks experts stream.
 
@@ -204,6 +224,7 @@ def make_plan(
       hold_gradients: whether updates wait for the end of backward.
       device_bytes, host_bytes: what is free, None if unknown; a budget in `memory` wins.
       attention_bytes: see `layer_bytes`.
+      beside: `Plan.beside` by `Plan.pinned`.
 
     Raises:
       UserError: the weights, or one micro-batch, do not fit; the message has the figures.
@@ -237,7 +258,11 @@ def make_plan(
             # Rows of the embedding are gathered in memory of their own; see `transfer.TableRows`.
             by_rows = own_memory and devices == 1 and group * rows * seq < spec.vocab_size
             gathered = by_rows * rows * seq * spec.hidden_size * itemsize
-            host = state + gradients + kept * devices * offload + gathered
+            offloaded = kept * devices * offload
+            # Sums over groups are made of one block after the other.
+            landing = trained if group == micro_batches else 2 * max(block.num_parameters for block in spec.blocks)
+            pinned = (landing * itemsize + offloaded) * own_memory
+            host = state + gradients + offloaded + gathered + beside(pinned)
             device = working + kept * (not offload)
             # Without a memory of its own, what the device takes is the host's.
             host += device * (not own_memory)
@@ -252,6 +277,8 @@ def make_plan(
                 device,
                 expert_groups=spec.expert_groups,
                 in_one_block=in_one_block,
+                pinned=pinned,
+                beside=beside(pinned),
             )
 
         on_device, in_host = ([sized(group, offload) for group in groups] for offload in (False, True))
@@ -287,6 +314,7 @@ def spend_room(
     device_bytes: int | None,
     host_bytes: int | None,
     attention_bytes: int = 0,
+    beside: Callable[[int], int] = lambda pinned: 0,
 ) -> Plan:
     """Spends the device memory that a plan leaves: blocks that stay there, and intermediates that are not recomputed.
 
@@ -322,6 +350,7 @@ def spend_room(
             accumulate=micro_batches > 1,
             attention_bytes=attention_bytes,
             kept=kept,
+            devices=devices,
         )
         for kept in (False, spec.expert_groups == 1)
     )
@@ -361,7 +390,8 @@ def spend_room(
         forward = 2 * tokens * micro_batches / DEVICE_FLOPS  # seconds a parameter
         hidden_by = forward * (1 if hold_gradients else 3) * sum(layer.active_parameters for layer in layers)
         streamed = [staying[-1] - some for some in staying]
-        wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / HOST_UPDATES <= hidden_by or not left)
+        rate = HOST_UPDATES if devices == 1 else HOST_UPDATES_FOR_SEVERAL
+        wanted = next(n for n, left in enumerate(streamed) if n >= 2 and left / rate <= hidden_by or not left)
     resident = most("resident_blocks", wanted, lambda n: needed(n, 0))
     if spec.expert_groups > 1:
         wanted = 0  # they would hold the weights of a whole layer
@@ -376,10 +406,17 @@ def spend_room(
         wanted = 0 if tight else len(layers)
     keep = most("keep_intermediates", wanted, lambda n: needed(resident, n))
     freed = int(staying[resident] * state_bytes)
+    # Nor do their gradients land.
+    fewer = 0 if grouped else min(itemsize * staying[resident], plan.pinned)
+    unheld = min(fewer * hold_gradients, plan.gradients)
+    besides = beside(plan.pinned - fewer)
     return dataclasses.replace(
         plan,
         state=plan.state - freed,
-        host=plan.host - freed if own_memory else needed(0, keep),
+        gradients=plan.gradients - unheld,
+        pinned=plan.pinned - fewer,
+        beside=besides,
+        host=plan.host - freed - unheld + besides - plan.beside if own_memory else needed(0, keep),
         device=needed(resident, keep) if own_memory else plan.device + kept_bytes(keep),
         resident=tuple(sorted(order[:resident])),
         keep_layers=keep,

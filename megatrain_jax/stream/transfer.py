@@ -23,8 +23,12 @@ from megatrain_jax.config import UserError
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.host.store import HostTensor, Rows
 from megatrain_jax.models.spec import Batch
+from megatrain_jax.watchdog import waiting
 
 AXIS = "data"
+_INDEX = 32  # of 256 bytes that an allocator of jax manages it keeps a number of 8
+_RUNTIME = 5 << 28  # Python, CUDA's libraries, jax and what it compiled took 0.8 to 1.5 GiB on one H200,
+_RUNTIME_MORE = 1 << 31  # and on two of them 1.9 GiB more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +142,35 @@ class Mesh:
         """Memory of each device that arrays may take, None where the devices have none of their own."""
         stats = self.devices[0].memory_stats() if self.has_own_memory else None
         return stats["bytes_limit"] if stats else None
+
+    def reserve_pinned(self, nbytes: int) -> None:
+        """Makes jax take the pinned memory that so many bytes need, before a step needs it, and each device's in one piece.
+
+        Its pools would otherwise grow in steps that double, in the middle of a step: the pieces are too many or too large
+        by then, and on several devices the driver may wait for a collective to end that waits for another device.
+        """
+        if not self.has_own_memory or not nbytes:
+            return
+        each = np.zeros(-(-nbytes // self.size), np.uint8)  # pages that nobody has written take no memory
+        with waiting(f"{nbytes / 2**30:.2f} GiB of pinned memory"):
+            jax.block_until_ready(
+                [
+                    jax.device_put(each, SingleDeviceSharding(self.devices[i], memory_kind="pinned_host"))
+                    for i in self.local
+                ]
+            )
+
+    def runtime_bytes(self, pinned: int) -> int:
+        """Host memory that jax, the driver and Python take besides `pinned` bytes that pass through pinned memory.
+
+        A pool takes a power of two, or its limit if that is less, and an index of what it and the device's hold.
+        """
+        if not self.has_own_memory:
+            return 0
+        limit = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30
+        pools = len(self.local) * min(1 << max(-(-pinned // self.size) - 1, 0).bit_length(), limit)
+        indexed = pools + len(self.local) * self.memory_bytes()
+        return max(pools - pinned, 0) + indexed // _INDEX + _RUNTIME + (len(self.local) - 1) * _RUNTIME_MORE
 
     def peak_bytes(self) -> int | None:
         """The most memory that arrays took so far on any device of this process."""

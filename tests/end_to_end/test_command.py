@@ -252,7 +252,7 @@ def test_the_environment_is_settled_before_jax_and_the_users_values_win(project)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
         os.environ.pop(name, None)
     done = in_a_process(code)
-    assert (done.stdout, done.stderr) == ("cpu|0.92|8|--xla_gpu_deterministic_ops=true\n", "")
+    assert (done.stdout, done.stderr) == ("cpu|0.92|1|--xla_gpu_deterministic_ops=true\n", "")
     theirs = {
         "JAX_PLATFORMS": "cuda,cpu",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
@@ -280,12 +280,41 @@ def test_several_gpus_of_a_process_launch_collectives_as_one_and_load_no_kernel_
     assert theirs.stdout == "PARALLEL LAZY\n"
 
 
-def test_the_limit_of_the_pinned_pool_follows_the_model_and_the_batch(project):
+def test_the_limit_of_the_pinned_pool_follows_the_model_and_the_batch(project, monkeypatch):
     config = load_config(project.write())
-    assert train.pinned_pool_gib(config) == 8
+    assert train.pinned_pool_gib(config) == 1
     rows = 2**30 // (3 * 48 * 32 * 4)  # block inputs of 1 GiB
-    training = dataclasses.replace(config.training, batch_size=rows * 10)
-    assert train.pinned_pool_gib(dataclasses.replace(config, training=training)) == pytest.approx(12.5, abs=1)
+    large = dataclasses.replace(config, training=dataclasses.replace(config.training, batch_size=rows * 10))
+    assert train.pinned_pool_gib(large) == 11
+    assert train.pinned_pool_gib(large, gpus=2) == 6
+    monkeypatch.setattr(train, "_gpu_bytes", lambda: (80 * 2**30,) * 2)
+    assert train.pinned_pool_gib(large) == 11 and train.pinned_pool_gib(large, gpus=2) == 1
+    monkeypatch.setattr(train, "_gpu_bytes", lambda: (141 * 2**30,))
+    assert train.pinned_pool_gib(large) == 1  # the inputs may as well stay there
+    memory = dataclasses.replace(config.memory, device_budget=50.0)
+    assert train.pinned_pool_gib(dataclasses.replace(large, memory=memory)) == 11
+
+
+def test_jax_takes_no_more_of_the_device_than_its_budget_and_a_little(project, monkeypatch):
+    config = load_config(project.write())
+    with_budget = lambda gib: dataclasses.replace(config, memory=dataclasses.replace(config.memory, device_budget=gib))  # noqa: E731
+    assert train._device_fraction(with_budget(40.0)) == 0.92  # no GPU whose size is known
+    monkeypatch.setattr(train, "_gpu_bytes", lambda: (100 * 2**30, 80 * 2**30))
+    assert train._device_fraction(config) == train._device_fraction(with_budget(75.0)) == 0.92
+    assert train._device_fraction(with_budget(40.0)) == pytest.approx(42.5 / 80, abs=1e-4)
+
+
+def test_gpus_are_counted_before_jax_is_there(project, monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '1024\\n2048\\n1024\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    counted = train._gpu_bytes.__wrapped__
+    assert counted() == (2**30, 2**31, 2**30)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert counted() == (2**30, 2**30)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert counted() == ()
 
 
 def test_a_run_prints_its_own_lines_and_leaves_what_it_promises(project):

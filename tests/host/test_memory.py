@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatrain_jax.host.memory import grows, host_memory
+from megatrain_jax.host.memory import anonymous_memory, grows, host_memory
 
 GIB = 1 << 30
 
@@ -88,3 +88,12 @@ def test_where_memory_is_added_on_demand_a_limit_is_a_promise_and_nothing_else_i
     assert host_memory(tmp_path) == 255 * GIB
     write(tmp_path, group("", 20 * GIB, 2 * GIB))
     assert host_memory(tmp_path) == 18 * GIB
+
+
+def test_what_this_process_has_taken_is_read_from_the_system(tmp_path):
+    status = tmp_path / "proc/self/status"
+    assert anonymous_memory(tmp_path) == 0
+    status.parent.mkdir(parents=True)
+    status.write_text("Name:\tpython\nVmRSS:\t   900 kB\nRssAnon:\t   512 kB\nRssFile:\t 388 kB\n")
+    assert anonymous_memory(tmp_path) == 512 * 1024
+    assert anonymous_memory() > 1 << 20

@@ -82,6 +82,17 @@ def test_what_is_frozen_costs_its_wire_alone():
     assert plan(hold_gradients=False).gradients == 0
 
 
+def test_what_passes_through_pinned_memory_is_known_and_what_is_taken_besides_counts():
+    n, largest = SPEC.num_parameters, max(block.num_parameters for block in SPEC.blocks)
+    assert plan().pinned == plan(hold_gradients=False).pinned == 4 * n
+    assert plan(own_memory=False).pinned == 0
+    assert plan(MemoryConfig(offload_activations=True)).pinned == 4 * n + 4 * INPUT
+    alone = plan(MemoryConfig(offload_activations=False, device_budget=budget(plan().working + INPUT)))
+    assert alone.group_size == 1 and alone.pinned == 2 * 4 * largest  # summed elsewhere, block by block
+    more = plan(beside=lambda pinned: 3 * pinned + 7)
+    assert more.beside == 12 * n + 7 and more.host == plan().host + more.beside
+
+
 def test_where_all_fits_nothing_is_offloaded_or_split():
     roomy = plan(device_bytes=plan().device)
     assert (roomy.group_size, roomy.offload_activations) == (4, False)
@@ -238,6 +249,18 @@ def test_with_room_for_everything_nothing_is_recomputed_and_the_ends_stay():
     first, after = spent()
     assert after.keep_layers == 4 and {0, 5} <= set(after.resident)
     assert after.state < first.state and after.device > first.device
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_nothing_lands_of_blocks_that_stay(hold):
+    beside = lambda pinned: pinned // 2  # noqa: E731
+    first, after = spent(MemoryConfig(resident_blocks=3), hold_gradients=hold, beside=beside)
+    lands = 2 * (SPEC.num_parameters - sum(SPEC.blocks[block].num_parameters for block in after.resident))
+    assert (after.pinned, after.gradients, after.beside) == (lands, lands * hold, lands // 2)
+    assert after.host - first.host == sum(
+        getattr(after, name) - getattr(first, name) for name in ("state", "gradients", "beside")
+    )
+    assert spent(MemoryConfig(resident_blocks=6), beside=beside)[1].pinned == 0
 
 
 @pytest.mark.parametrize("hold", [True, False])

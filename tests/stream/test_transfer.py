@@ -41,3 +41,31 @@ def test_what_comes_back_lands_in_pinned_memory(monkeypatch, settings):
     tensors = sum(len(grads.arrays) for _, grads in landed)
     assert len(back) == inputs + tensors + 4  # the squared norm comes with each block
     assert all(any(x is array for x in back) for _, grads in landed for array in grads.arrays.values())
+
+
+def test_pinned_memory_is_taken_before_it_is_needed_in_one_piece_for_each_device(monkeypatch):
+    put, taken = jax.device_put, []
+    monkeypatch.setattr(jax, "device_put", lambda x, where: taken.append(put(x, where)) or taken[-1])
+    mesh = Mesh((jax.devices("cpu")[0],) * 2)
+    mesh.reserve_pinned(1001)
+    assert not taken  # there is no pool on the CPU
+    monkeypatch.setattr(Mesh, "has_own_memory", True)
+    mesh.reserve_pinned(0)
+    assert not taken
+    mesh.reserve_pinned(1001)
+    assert [(x.nbytes, x.sharding.memory_kind) for x in taken] == 2 * [(501, "pinned_host")]
+
+
+def test_what_jax_takes_besides_is_known(monkeypatch):
+    """Pools of powers of two or of their limit, an index of all that is managed, and what was measured."""
+    one, two = (Mesh((jax.devices("cpu")[0],) * n) for n in (1, 2))
+    assert one.runtime_bytes(1 << 40) == 0
+    monkeypatch.setattr(Mesh, "has_own_memory", True)
+    monkeypatch.setattr(Mesh, "memory_bytes", lambda self: 128 << 30)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "9")
+    gib = lambda size: size / 2**30  # noqa: E731
+    assert gib(one.runtime_bytes(0)) == pytest.approx(128 / 32 + 1.25)
+    assert gib(one.runtime_bytes(5 << 30)) == (8 - 5) + (8 + 128) / 32 + 1.25
+    assert gib(one.runtime_bytes(8 << 30)) == (8 + 128) / 32 + 1.25
+    assert gib(one.runtime_bytes(81 << 27)) == (9 + 128) / 32 + 1.25  # 10.125 GiB, more than may be
+    assert gib(two.runtime_bytes(6 << 30)) == (8 - 6) + (8 + 2 * 128) / 32 + 1.25 + 2

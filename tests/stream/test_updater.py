@@ -199,10 +199,12 @@ def test_an_error_in_a_turn_reaches_who_waits_for_rows(in_turns):
 @pytest.mark.parametrize("settings", [Settings(max_grad_norm=0.5), Settings(skip_nonfinite=False)])
 def test_training_is_the_same_bit_for_bit_and_the_rest_overlaps_the_next_step(monkeypatch, settings):
     pytest.importorskip("numba")
-    spec, events, found = small_spec(2), [], []
+    spec, events, found, still_there = small_spec(2), [], [], []
 
     def listener(event):
         events.append(event)
+        if event.what == "d2h" and event.block == 0:
+            still_there.append(updater.is_pending([0]))
         if event.what == "update done" and event.block == 0:
             time.sleep(0.01)
 
@@ -222,6 +224,7 @@ def test_training_is_the_same_bit_for_bit_and_the_rest_overlaps_the_next_step(mo
         for (name, key), out in arrays.items():
             model.store.tensors[name].state()[key].read(0, out.reshape(-1))
         found.append((losses, {key: out.tobytes() for key, out in arrays.items()}))
+    assert len(still_there) == 2 * len(batches) and not any(still_there)  # there is room for one gradient of the table
     assert found[0] == found[1] and len(set(found[0][0])) == len(batches)
     forwards = [i for i, e in enumerate(events) if e.what == "forward" and e.block == 0]
     updates = [i for i, e in enumerate(events) if e.what == "update" and e.block == 0]

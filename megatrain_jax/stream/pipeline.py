@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import math
 import time
@@ -99,6 +100,14 @@ class _RunAhead:
             jax.block_until_ready(marker)
 
 
+def _beginning(what: str, block: int) -> contextlib.AbstractContextManager[None]:
+    """Around a dispatch, which on several devices returns when each of them has begun.
+
+    One that runs out of memory alone never does, and the others wait for it in a collective.
+    """
+    return waiting(f"the device to begin the {what} of block {block}")
+
+
 class _WeightStream:
     """Weights of blocks in a given order, each on its way one block before it is taken."""
 
@@ -166,7 +175,9 @@ class Pipeline:
         run, ahead = self._start("logits", [batch])
         weights = self._stream(range(1, self._head + 1))
         (x,), _ = self._forward(run, ahead, weights, [batch], [run.mesh.put_batch(batch)], None)
-        return templates.head_logits(self._blocks[self._head], run)(weights.take(), x)
+        w = weights.take()
+        with _beginning("loss", self._head):
+            return templates.head_logits(self._blocks[self._head], run)(w, x)
 
     def losses(self, batches: Sequence[Batch]) -> float:
         """Weighted sum of the next-token losses of some batches of equal shape, which go through a block together."""
@@ -175,7 +186,8 @@ class Pipeline:
         placed = [run.mesh.put_batch(batch) for batch in batches]
         xs, _ = self._forward(run, ahead, weights, batches, placed, None)
         head, w = templates.head_forward(self._blocks[self._head], run), weights.take()
-        sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
+        with _beginning("loss", self._head):
+            sums = [head(w, x, b.targets, b.loss_weights, np.float32(1)) for x, b in zip(xs, placed, strict=True)]
         with waiting("the losses of the evaluation"):
             return math.fsum(run.mesh.scalar(s) for s in sums)
 
@@ -343,7 +355,8 @@ class Pipeline:
                 template, operands = templates.embedding_forward(block, run), (table, there.token_ids)
             weights.start()
             ahead.admit()
-            xs.append(template(*operands))
+            with _beginning("forward", 0):
+                xs.append(template(*operands))
             ahead.dispatched(xs[m], "forward", 0)
             self._record.watch("forward", 0, m, xs[m])
         return xs
@@ -365,14 +378,12 @@ class Pipeline:
             w = weights.take()
             for m, batch in enumerate(placed):
                 ahead.admit()
+                if not keep and kept is not None and block >= self._lowest:
+                    kept.put(block, m, templates.needed_in_backward(self._blocks[block], xs[m]))
+                with _beginning("forward", block):
+                    xs[m], stats, *pullback = layer(w, xs[m], batch.context)
                 if keep:
-                    xs[m], stats, pullback = layer(w, xs[m], batch.context)
-                    kept.put_pullback(block, m, pullback)
-                    del pullback
-                else:
-                    if kept is not None and block >= self._lowest:
-                        kept.put(block, m, templates.needed_in_backward(self._blocks[block], xs[m]))
-                    xs[m], stats = layer(w, xs[m], batch.context)
+                    kept.put_pullback(block, m, pullback.pop())
                 if stats:
                     pooled = stats if pooled is None else templates.add_stats(pooled, stats)
                 ahead.dispatched(xs[m], "forward", block)
@@ -387,7 +398,8 @@ class Pipeline:
             last = m == len(placed) - 1
             template = templates.head_backward(self._blocks[block], run, self._trainable(block), owned, last)
             ahead.admit()
-            loss, dx, acc, tied, sumsq = template(w, xs[m], batch.targets, batch.loss_weights, scale, acc, sumsq)
+            with _beginning("loss", block):
+                loss, dx, acc, tied, sumsq = template(w, xs[m], batch.targets, batch.loss_weights, scale, acc, sumsq)
             ahead.dispatched(loss, "loss", block)
             self._record.watch("loss", block, m, loss)
             if self._updater is not None:
@@ -415,7 +427,8 @@ class Pipeline:
                 template = templates.layer_backward(self._blocks[block], run, self._trainable(block), last)
                 operands = (w, kept.take(block, m), dxs[m], dstats, batch.context)
             kept.prefetch(*((block - 1, 0) if last else (block, m + 1)))
-            dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
+            with _beginning("backward", block):
+                dxs[m], acc, sumsq, marker = template(*operands, acc, sumsq)
             del operands
             ahead.dispatched(marker, "backward", block)
             self._record.watch("backward", block, m, marker)
@@ -427,7 +440,8 @@ class Pipeline:
         for m, batch in enumerate(placed):
             template = templates.embedding_backward(self._blocks[0], run, m == len(placed) - 1)
             ahead.admit()
-            acc, sumsq, marker = template(batch.token_ids, dxs[m], acc, sumsq)
+            with _beginning("backward", 0):
+                acc, sumsq, marker = template(batch.token_ids, dxs[m], acc, sumsq)
             ahead.dispatched(marker, "backward", 0)
             self._record.watch("backward", 0, m, marker)
         self._wait_for_update(0)  # the last step's gradients of it may still be there, and there is no room for both

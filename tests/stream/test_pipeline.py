@@ -387,3 +387,21 @@ def test_steps_leave_nothing_behind(settings):
     # Bytes of Python's own; a step's smallest gradient is larger. What Python keeps of freed objects grows to a limit, what
     # is not freed grows every time.
     assert min(np.diff(python)) < 30 * 200
+
+
+def test_every_dispatch_says_what_it_is_for(monkeypatch):
+    """On several devices it can block: one that runs out of memory alone does not begin, and the others wait for it."""
+    names, waiting = [], pipeline_module.waiting
+    monkeypatch.setattr(pipeline_module, "waiting", lambda what: names.append(what) or waiting(what))
+    spec = small_spec(2)
+    model = make_model(spec, random_weights(spec))
+    begun = lambda: [name.removeprefix("the device to begin the ") for name in names if " begin " in name]  # noqa: E731
+    forward = [f"forward of block {block}" for block in range(3)]
+    with training(model, Settings(keep_layers=1)) as (pipeline, updater):
+        pipeline.train_step([random_batch(spec)])
+        updater.drain()
+        assert begun() == [*forward, "loss of block 3", *(f"backward of block {block}" for block in (2, 1, 0))]
+        for call in (lambda: pipeline.losses([random_batch(spec)]), lambda: pipeline.logits(random_batch(spec))):
+            names.clear()
+            call()
+            assert begun() == [*forward, "loss of block 3"]

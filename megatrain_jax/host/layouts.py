@@ -28,15 +28,15 @@ import numpy as np
 from megatrain_jax.host import rounding
 from megatrain_jax.host.in_place import make_update
 
-# Elements of one turn of the loop over a chunk, so that its operands stay in cache from one of XLA's loops to the next. Before
-# jax 0.11 barriers are dropped on the CPU and XLA copies whole chunks in every turn, so a chunk is one tile there.
+# Before jax 0.11 barriers are dropped on the CPU and XLA copies whole chunks in every turn of a loop: there, one tile is a chunk.
 _TILED = jax.__version_info__ >= (0, 11)
-# Elements updated by one call, at most, and at least where threads would be without work. A call holds Python's lock for some
-# 0.1 ms, in which no other thread begins one, so chunks are not smaller than need be (docs/benchmarks.md).
+# Elements that a thread takes at a time, at most, and at least where others would be without work.
 CHUNK, LEAST = 1 << 22 if _TILED else 1 << 20, 1 << 18
-TILE = 1 << 14 if _TILED else CHUNK
-# And of one call of it, so that the rounded weights, which it gives and which are copied to the wire then, stay in cache, too.
+# Elements updated by one call, so that the rounded weights that it gives are still in cache when they are copied to the wire.
+# Not fewer: a call takes 0.1 ms of Python's lock and of hand-overs between threads (docs/benchmarks.md).
 PIECE = 1 << 20
+# Elements of one turn of the loop in it, so that its operands stay in cache from one of XLA's loops to the next.
+TILE = 1 << 14 if _TILED else CHUNK
 PUT = 1 << 30  # elements of gradients in one array of the CPU backend; their offsets are int32
 PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
@@ -225,35 +225,42 @@ class PlainRow:
         parts = [grad[start : start + self._part] for start in range(0, max(grad.size, 1), self._part)]
         parts, scale = jax.device_put((parts, scale), cpu_device())
         chunks = iter(self._chunks)
-
-        def work(_) -> None:
-            for chunk in chunks:  # the next that no thread has taken
-                self._update_chunk(chunk, rule, parts[chunk.start // self._part], scale)
-
+        work = functools.partial(self._update_chunks, chunks, rule, parts, scale)
         threads = min(_threads(), len(self._chunks))
         if threads == 1:
-            work(0)
+            work()
         else:
-            list(_workers().map(work, range(threads)))
+            for done in [_workers().submit(work) for _ in range(threads)]:
+                done.result()
 
-    def _update_chunk(self, chunk: _Chunk, rule: Rule, grads: jax.Array, scale: jax.Array) -> None:
-        update = make_update(rule.step, self._tree, self._tile, self.wire.dtype)
-        size, tile = chunk.size, self._tile
-        length = size if tile is None or size <= tile else min(size, max(PIECE // tile, 1) * tile)
-        scratch = _Scratch.take(length, self.wire.dtype) if self._separate_wire else None
-        rounded = scratch and scratch.array
-        for start in range(0, size, length):
-            here = slice(chunk.start + start, min(chunk.start + start + length, chunk.stop))
-            piece = _piece(start, (here.stop - here.start) // (tile or length))
-            chunk.leaves, rounded = update(chunk.leaves, rounded, grads, chunk.at, piece, scale)
-            chunk.params.block_until_ready()  # what one call computes is there at once
-            if scratch:
-                np.copyto(self.wire[here].view(scratch.bits.dtype), scratch.bits[: here.stop - here.start])
-        moved = _pointers(chunk.leaves) != chunk.where
-        if scratch:
-            moved = moved or rounded.unsafe_buffer_pointer() != scratch.address
+    def _update_chunks(self, chunks: Iterator[_Chunk], rule: Rule, parts: list[jax.Array], scale: jax.Array) -> None:
+        """Updates chunks that no other thread has taken. A piece is copied to the wire while XLA computes the next one."""
+        update, tile = make_update(rule.step, self._tree, self._tile, self.wire.dtype), self._tile
+        before = None
+        for chunk in chunks:
+            size, grads = chunk.size, parts[chunk.start // self._part]
+            length = size if tile is None or size <= tile else min(size, max(PIECE // tile, 1) * tile)
+            for start in range(0, size, length) if size else [0]:
+                here = slice(chunk.start + start, min(chunk.start + start + length, chunk.stop))
+                piece = _piece(start, (here.stop - here.start) // (tile or max(length, 1)))
+                scratch = _Scratch.take(length, self.wire.dtype) if self._separate_wire else None
+                chunk.leaves, rounded = update(chunk.leaves, scratch and scratch.array, grads, chunk.at, piece, scale)
+                if before is not None:
+                    self._finish(*before)
+                before = chunk, here, scratch, rounded
+        if before is not None:
+            self._finish(*before)
+
+    def _finish(self, chunk: _Chunk, here: slice, scratch: _Scratch | None, rounded: jax.Array | None) -> None:
+        """Waits for the update of a piece, and copies what it gave for the wire."""
+        moved = False
+        if scratch is None:
+            chunk.params.block_until_ready()
+        else:
+            moved = rounded.block_until_ready().unsafe_buffer_pointer() != scratch.address
+            np.copyto(self.wire[here].view(scratch.bits.dtype), scratch.bits[: here.stop - here.start])
             scratch._replace(array=rounded).give()
-        if moved:
+        if moved or here.stop == chunk.stop and _pointers(chunk.leaves) != chunk.where:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:

@@ -226,7 +226,8 @@ class MemoryConfig:
     """What may be used, and what is kept where.
 
     Attributes:
-      device_budget: GiB of each accelerator's memory; "auto" is what is free.
+      device_budget: GiB of each accelerator's memory; "auto" is what is free. A command takes no more of it than this and a
+        twentieth, so that others can have the rest.
       host_budget: GiB of host memory; "auto" is what is free, within the container's limit.
       offload_activations: block inputs wait in host memory; "auto" only when they do not fit on the device.
       keep_intermediates: number of layers (the last ones) that keep what backward needs on the device and are not

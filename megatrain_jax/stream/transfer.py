@@ -121,18 +121,7 @@ class Mesh:
         Raises:
           UserError: the pool of pinned memory has no room for it.
         """
-        if not self.has_own_memory:
-            return x
-        try:
-            return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
-        except RuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            # What jax says would pass for a lack of device memory.
-            raise UserError(
-                f"host memory: jax's pool of pinned memory has no room for another {x.nbytes / 2**30:.2f} GiB; lower "
-                "training.batch_size, or set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (its limit in GiB) higher"
-            ) from error
+        return _to_pinned(x, x.sharding.with_memory_kind("pinned_host")) if self.has_own_memory else x
 
     def to_device(self, x: jax.Array) -> jax.Array:
         """Starts the copy back of what `to_host` gave."""
@@ -148,17 +137,16 @@ class Mesh:
 
         Its pools would otherwise grow in steps that double, in the middle of a step: the pieces are too many or too large
         by then, and on several devices the driver may wait for a collective to end that waits for another device.
+
+        Raises:
+          UserError: a pool may not be as large.
         """
         if not self.has_own_memory or not nbytes:
             return
         each = np.zeros(-(-nbytes // self.size), np.uint8)  # pages that nobody has written take no memory
+        places = [SingleDeviceSharding(self.devices[i], memory_kind="pinned_host") for i in self.local]
         with waiting(f"{nbytes / 2**30:.2f} GiB of pinned memory"):
-            jax.block_until_ready(
-                [
-                    jax.device_put(each, SingleDeviceSharding(self.devices[i], memory_kind="pinned_host"))
-                    for i in self.local
-                ]
-            )
+            jax.block_until_ready([_to_pinned(each, place) for place in places])
 
     def runtime_bytes(self, pinned: int) -> int:
         """Host memory that jax, the driver and Python take besides `pinned` bytes that pass through pinned memory.
@@ -169,7 +157,7 @@ class Mesh:
             return 0
         limit = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30
         pools = len(self.local) * min(1 << max(-(-pinned // self.size) - 1, 0).bit_length(), limit)
-        indexed = pools + len(self.local) * self.memory_bytes()
+        indexed = pools + len(self.local) * (self.memory_bytes() or 0)
         return max(pools - pinned, 0) + indexed // _INDEX + _RUNTIME + (len(self.local) - 1) * _RUNTIME_MORE
 
     def peak_bytes(self) -> int | None:
@@ -196,6 +184,19 @@ class Mesh:
 
             return np.array(multihost_utils.process_allgather(x, tiled=True))
         return np.array(x)
+
+
+def _to_pinned(x: jax.Array | np.ndarray, place: jax.sharding.Sharding) -> jax.Array:
+    try:
+        return jax.device_put(x, place)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        # What jax says would pass for a lack of device memory.
+        raise UserError(
+            f"host memory: jax's pool of pinned memory has no room for another {x.nbytes / 2**30:.2f} GiB; lower "
+            "training.batch_size, or set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (its limit in GiB) higher"
+        ) from error
 
 
 class TableRows:

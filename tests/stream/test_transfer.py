@@ -22,8 +22,9 @@ def test_a_pool_of_the_host_that_is_exhausted_does_not_pass_for_the_device(monke
     monkeypatch.setattr(Mesh, "has_own_memory", True)
     monkeypatch.setattr(jax, "device_put", refuse)
     expected = (UserError, "host memory: .*pinned") if known else (jax.errors.JaxRuntimeError, "link down")
-    with pytest.raises(expected[0], match=expected[1]):
-        mesh.to_host(x)
+    for take in (lambda: mesh.to_host(x), lambda: mesh.reserve_pinned(1 << 20)):
+        with pytest.raises(expected[0], match=expected[1]):
+            take()
 
 
 @pytest.mark.parametrize("settings", [Settings(), Settings(offload_activations=True), Settings(keep_layers=1)])

@@ -126,20 +126,25 @@ def pinned_pool_gib(config: Config, gpus: int = 1) -> int:
     # Whether experts will stream in groups, which keeps more, is not known yet unless the configuration says so.
     grouped = dataclasses.replace(spec, expert_groups=1 if config.memory.expert_groups == 1 else 2)
     inputs = grouped.kept_bytes(tokens, itemsize)
-    gradients, offload = itemsize * spec.num_parameters, config.memory.offload_activations
-    if offload == "auto":
-        budget, smallest = config.memory.device_budget, min(_gpu_bytes(), default=0)
+    gradients, offload, budget = (
+        itemsize * spec.num_parameters,
+        config.memory.offload_activations,
+        config.memory.device_budget,
+    )
+    most, least = (math.ceil((1.05 * (gradients + n) / gpus + 2**28) / 2**30) for n in (inputs, 0))
+    if offload == "auto" and most > least:
+        smallest = min(_gpu_bytes(), default=0)
         offload = inputs >= 0.1 * gpus * (smallest if budget == "auto" else min(budget * 2**30, smallest))
-    return math.ceil((1.05 * (gradients + inputs * offload) / gpus + 2**28) / 2**30)
+    return most if offload else least
 
 
 def _device_fraction(config: Config) -> float:
     """Of a device's memory, what jax takes: the rest is for cuDNN, NCCL and compiled programs, or for others."""
-    smallest, most = min(_gpu_bytes(), default=0), 0.92
-    if config.memory.device_budget == "auto" or not smallest:
+    most, budget = 0.92, config.memory.device_budget
+    if budget == "auto" or not _gpu_bytes():
         return most
     # The plan keeps to the budget; it leaves out some, and what lies between two arrays.
-    return min(most, round((1.05 * config.memory.device_budget + 0.5) * 2**30 / smallest, 4))
+    return min(most, round((1.05 * budget + 0.5) * 2**30 / min(_gpu_bytes()), 4))
 
 
 @functools.lru_cache(maxsize=1)

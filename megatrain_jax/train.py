@@ -126,15 +126,14 @@ def pinned_pool_gib(config: Config, gpus: int = 1) -> int:
     # Whether experts will stream in groups, which keeps more, is not known yet unless the configuration says so.
     grouped = dataclasses.replace(spec, expert_groups=1 if config.memory.expert_groups == 1 else 2)
     inputs = grouped.kept_bytes(tokens, itemsize)
-    gradients, offload, budget = (
-        itemsize * spec.num_parameters,
-        config.memory.offload_activations,
-        config.memory.device_budget,
-    )
+    gradients, memory = itemsize * spec.num_parameters, config.memory
     most, least = (math.ceil((1.05 * (gradients + n) / gpus + 2**28) / 2**30) for n in (inputs, 0))
+    offload = memory.offload_activations
     if offload == "auto" and most > least:
-        smallest = min(_gpu_bytes(), default=0)
-        offload = inputs >= 0.1 * gpus * (smallest if budget == "auto" else min(budget * 2**30, smallest))
+        device = min(_gpu_bytes(), default=0)
+        if memory.device_budget != "auto":
+            device = min(memory.device_budget * 2**30, device)
+        offload = inputs >= 0.1 * gpus * device
     return most if offload else least
 
 

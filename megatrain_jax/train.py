@@ -133,8 +133,18 @@ def pinned_pool_gib(config: Config, gpus: int = 1) -> int:
         device = min(_gpu_bytes(), default=0)
         if memory.device_budget != "auto":
             device = min(memory.device_budget * 2**30, device)
-        offload = inputs >= 0.1 * gpus * device
+        # What a layer's backward computes with, as the planner counts it, and as much again for all that it counts besides.
+        width = max(
+            5 * s.intermediate_size + 4 * s.hidden_size if s.moe is None else _values(s.moe, s) for s in spec.layers
+        )
+        working = itemsize * config.training.batch_size * config.dataset.max_seq_len * width
+        offload = inputs + 2 * working >= gpus * device
     return most if offload else least
+
+
+def _values(moe, layer) -> int:
+    """For a token, in the backward of a layer with experts."""
+    return moe.top_k * (6 * moe.intermediate_size + 4 * layer.hidden_size) + 5 * moe.shared_size + 4 * layer.hidden_size
 
 
 def _device_fraction(config: Config) -> float:

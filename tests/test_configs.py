@@ -1,14 +1,16 @@
 """The ready-made configurations, and what their headers promise."""
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from megatrain_jax import preparation
+from megatrain_jax import preparation, train
 from megatrain_jax.config import load_config
 from megatrain_jax.models.families import spec_from_config
+from megatrain_jax.stream.transfer import Mesh
 from tests.families import CASES
 from tests.real_models import SMALLEST
 
@@ -47,10 +49,13 @@ def test_the_memory_in_a_header_is_what_the_plan_says(path, tmp_path, monkeypatc
     totals = {int(each): int(total) for each, total in re.findall(r"x (\d+) bytes = (\d+) GB", text)}
     monkeypatch.setattr(preparation, "host_memory", lambda: 1 << 45)
     monkeypatch.setattr(preparation, "check_locking", lambda: None)
+    monkeypatch.setattr(train, "_gpu_bytes", lambda: (H200.memory,))
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST[path.stem]))
     groups = re.search(r"in (\d+) groups", text)
     for backend, (each, total) in zip(("fused", "optax"), totals.items(), strict=True):
         overrides = [f"model.name={tmp_path}", f"dataset.path={data}", f"optimizer.backend={backend}"]
         config = load_config(path, overrides)
+        monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(train.pinned_pool_gib(config)))
         prepared = preparation.Preparation(spec, spec.num_parameters, Rows(config.dataset.max_seq_len), None, 1)
         plan = preparation.plan(config, prepared, H200)
         assert total == round(billions * each) and plan.state + plan.gradients <= each * spec.num_parameters
@@ -58,6 +63,7 @@ def test_the_memory_in_a_header_is_what_the_plan_says(path, tmp_path, monkeypatc
         plan = preparation.plan(config, prepared, H200)
         assert plan.state + plan.gradients == each * spec.num_parameters
         assert plan.expert_groups == (int(groups[1]) if groups else 1)
+        assert 5e9 < plan.beside < 7e9 + 0.02 * each * spec.num_parameters
 
 
 class Rows(NamedTuple):
@@ -70,6 +76,8 @@ class Accelerator(NamedTuple):
     has_own_memory: bool = True
     platform: str = "cuda"
     compute_capability: tuple[int, int] = (9, 0)
+    local: tuple[int, ...] = (0,)
+    runtime_bytes = Mesh.runtime_bytes
 
     def memory_bytes(self) -> int:
         return self.memory * 92 // 100

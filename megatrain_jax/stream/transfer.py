@@ -23,7 +23,6 @@ from megatrain_jax.config import UserError
 from megatrain_jax.host.pages import Pages
 from megatrain_jax.host.store import HostTensor, Rows
 from megatrain_jax.models.spec import Batch
-from megatrain_jax.watchdog import waiting
 
 AXIS = "data"
 _INDEX = 32  # of 256 bytes that an allocator of jax manages it keeps a number of 8
@@ -145,8 +144,7 @@ class Mesh:
             return
         each = np.zeros(-(-nbytes // self.size), np.uint8)  # pages that nobody has written take no memory
         places = [SingleDeviceSharding(self.devices[i], memory_kind="pinned_host") for i in self.local]
-        with waiting(f"{nbytes / 2**30:.2f} GiB of pinned memory"):
-            jax.block_until_ready([_to_pinned(each, place) for place in places])
+        jax.block_until_ready([_to_pinned(each, place) for place in places])
 
     def runtime_bytes(self, pinned: int) -> int:
         """Host memory that jax, the driver and Python take besides `pinned` bytes that pass through pinned memory.

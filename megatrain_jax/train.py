@@ -127,7 +127,8 @@ def pinned_pool_gib(config: Config, gpus: int = 1) -> int:
     grouped = dataclasses.replace(spec, expert_groups=1 if config.memory.expert_groups == 1 else 2)
     inputs = grouped.kept_bytes(tokens, itemsize)
     gradients, memory = itemsize * spec.num_parameters, config.memory
-    most, least = (math.ceil((1.05 * (gradients + n) / gpus + 2**28) / 2**30) for n in (inputs, 0))
+    # Not less than what passes through another pool with this limit, for copies from ordinary memory.
+    most, least = (max(4, math.ceil((1.05 * (gradients + n) / gpus + 2**28) / 2**30)) for n in (inputs, 0))
     offload = memory.offload_activations
     if offload == "auto" and most > least:
         device = min(_gpu_bytes(), default=0)

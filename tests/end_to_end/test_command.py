@@ -252,7 +252,7 @@ def test_the_environment_is_settled_before_jax_and_the_users_values_win(project)
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):
         os.environ.pop(name, None)
     done = in_a_process(code)
-    assert (done.stdout, done.stderr) == ("cpu|0.92|1|--xla_gpu_deterministic_ops=true\n", "")
+    assert (done.stdout, done.stderr) == ("cpu|0.92|4|--xla_gpu_deterministic_ops=true\n", "")
     theirs = {
         "JAX_PLATFORMS": "cuda,cpu",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
@@ -282,15 +282,15 @@ def test_several_gpus_of_a_process_launch_collectives_as_one_and_load_no_kernel_
 
 def test_the_limit_of_the_pinned_pool_follows_the_model_and_the_batch(project, monkeypatch):
     config = load_config(project.write())
-    assert train.pinned_pool_gib(config) == 1
+    assert train.pinned_pool_gib(config) == 4
     rows = 2**30 // (3 * 48 * 32 * 4)  # block inputs of 1 GiB
     large = dataclasses.replace(config, training=dataclasses.replace(config.training, batch_size=rows * 10))
     assert train.pinned_pool_gib(large) == 11
     assert train.pinned_pool_gib(large, gpus=2) == 6
     monkeypatch.setattr(train, "_gpu_bytes", lambda: (80 * 2**30,) * 2)
-    assert train.pinned_pool_gib(large) == 11 and train.pinned_pool_gib(large, gpus=2) == 1
+    assert train.pinned_pool_gib(large) == 11 and train.pinned_pool_gib(large, gpus=2) == 4
     monkeypatch.setattr(train, "_gpu_bytes", lambda: (141 * 2**30,))
-    assert train.pinned_pool_gib(large) == 1  # the inputs may as well stay there
+    assert train.pinned_pool_gib(large) == 4  # the inputs may as well stay there
     memory = dataclasses.replace(config.memory, device_budget=50.0)
     assert train.pinned_pool_gib(dataclasses.replace(large, memory=memory)) == 11
 

@@ -239,10 +239,11 @@ class PlainRow:
         before = None
         for chunk in chunks:
             size, grads = chunk.size, parts[chunk.start // self._part]
-            length = size if tile is None or size <= tile else min(size, max(PIECE // tile, 1) * tile)
-            for start in range(0, size, length) if size else [0]:
+            unit = tile or max(size, 1)  # an empty tensor has a step, too
+            length = min(size, max(PIECE // unit, 1) * unit)
+            for start in range(0, max(size, 1), max(length, 1)):
                 here = slice(chunk.start + start, min(chunk.start + start + length, chunk.stop))
-                piece = _piece(start, (here.stop - here.start) // (tile or max(length, 1)))
+                piece = _piece(start, (here.stop - here.start) // unit)
                 scratch = _Scratch.take(length, self.wire.dtype) if self._separate_wire else None
                 chunk.leaves, rounded = update(chunk.leaves, scratch and scratch.array, grads, chunk.at, piece, scale)
                 if before is not None:

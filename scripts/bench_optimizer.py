@@ -27,13 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=LAYER, help="parameters of the tensor")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument(
-        "--chunk", type=int, action="append", help="elements that one thread updates at a time, to try others"
-    )
+    parser.add_argument("--chunk", type=int, action="append", help="elements that one call updates, to try others")
     parser.add_argument(
         "--tile", type=int, action="append", help="elements of one turn of the loop in it, to try others"
     )
-    parser.add_argument("--piece", type=int, action="append", help="elements of one call in it, to try others")
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -43,6 +40,7 @@ def main() -> None:
     from megatrain_jax.host import layouts
     from megatrain_jax.host.pages import Pages
 
+    jax.config.update("jax_cpu_enable_async_dispatch", False)  # as when a GPU trains (stream/transfer.py)
     cores = len(os.sched_getaffinity(0))
     threads = max(1, min(numba.config.NUMBA_NUM_THREADS, cores - 2))  # as many as the kernels and optax take
     grad = Pages(2 * options.size, lock=False).array.view(layouts.rounding.BFLOAT16)  # aligned as what a device sent
@@ -50,11 +48,10 @@ def main() -> None:
     calls, moved = {}, {"loop, split": 26, "loop, plain": 28, "fused": 26}
     calls["loop, split"], calls["loop, plain"] = _loops(options.size, grad, threads)
     calls["fused"] = _update("split", options.size, grad)
-    sizes = [options.chunk or [layouts.CHUNK], options.piece or [layouts.PIECE], options.tile or [layouts.TILE]]
-    for chunk, piece, tile in itertools.product(*sizes):
+    for chunk, tile in itertools.product(options.chunk or [layouts.CHUNK], options.tile or [layouts.TILE]):
         layouts.CHUNK, layouts.TILE = chunk, tile
-        name = f"optax, chunk {chunk}, piece {piece}, tile {tile}"
-        calls[name], moved[name] = _with_piece(piece, _update("chunks", options.size, grad)), 28
+        name = f"optax, chunk {chunk}, tile {tile}"
+        calls[name], moved[name] = _update("chunks", options.size, grad), 28
     seconds = {name: [] for name in calls}
     for turn in range(options.turns + 1):
         for name, call in calls.items():
@@ -98,16 +95,6 @@ def _update(layout: str, size: int, grad) -> Callable[[], None]:
     rule = make_rule(OptimizerConfig(), 0.1, optax.constant_schedule(1e-4), decay=True, layout=layout)
     tensor.init_state(rule)
     return lambda: tensor.update(rule, [grad], np.float32(0.5))
-
-
-def _with_piece(piece: int, call: Callable[[], None]) -> Callable[[], None]:
-    from megatrain_jax.host import layouts
-
-    def run() -> None:
-        layouts.PIECE = piece
-        call()
-
-    return run
 
 
 def _loops(size: int, grad, threads: int) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
@@ -21,7 +20,7 @@ from megatrain_jax.host import rounding
 
 @functools.lru_cache(maxsize=None)
 def make_update(step: Callable, tree: jax.tree_util.PyTreeDef, tile: int | None, wire_dtype: np.dtype) -> Callable:
-    """One step of an elementwise optimizer on a piece of a chunk, or, with a `tile` of None, of any optimizer on a tensor.
+    """One step of an elementwise optimizer on a chunk, or, with a `tile` of None, of any optimizer on a tensor.
 
     What never changes is not an argument of what this gives, so that a call takes Python's lock for as short as may be.
 
@@ -32,17 +31,15 @@ def make_update(step: Callable, tree: jax.tree_util.PyTreeDef, tile: int | None,
       wire_dtype: what the copy that goes to the wire is rounded to.
 
     Returns:
-      Jitted ``(leaves, scratch, grads, at, piece, scale) -> (leaves, scratch)``, which gives back the memory of the first two:
+      Jitted ``(leaves, scratch, grads, at, scale) -> (leaves, scratch)``, which gives back the memory of the first two:
 
       * leaves: of params and state. Params are float32, of any shape if `tile` is None, else flat.
-      * scratch: memory for the bits of the rounded copy of the piece, unsigned and flat; None if there is none.
+      * scratch: memory for the bits of the rounded copy, unsigned and flat; None if there is none.
       * grads: flat; those of the chunk are from element `at` on, an int32.
-      * piece: int32, the first element of the piece and how many tiles it has. Pieces are updated in order, the last of them
-        ends the step. A chunk of one tile is updated at once whatever they are.
       * scale: the gradients are multiplied by it.
     """
 
-    def update(leaves, scratch, grads, at, piece, scale):
+    def update(leaves, scratch, grads, at, scale):
         (params,), state = jax.tree.unflatten(tree, leaves)
         round_ = lambda p: None if scratch is None else rounding.to_dtype(p.reshape(-1), wire_dtype).view(scratch.dtype)  # noqa: E731
         grad = lambda start, n: grads if n == grads.size else jax.lax.dynamic_slice(grads, (at + start,), (n,))  # noqa: E731
@@ -52,11 +49,10 @@ def make_update(step: Callable, tree: jax.tree_util.PyTreeDef, tile: int | None,
         if params.size % tile:
             raise ValueError(f"a chunk of {params.size} elements is not made of tiles of {tile}")
         elementwise = [i for i, leaf in enumerate(leaves) if leaf.shape == params.shape]
-        start, turns = piece
 
         def turn(number, carry):
             arrays, scratch = dict(zip(elementwise, carry[0], strict=True)), carry[1]
-            here = start + number * tile
+            here = number * tile
             cut = lambda x: jax.lax.dynamic_slice(x, (here,), (tile,))  # noqa: E731
             put = lambda x, y: jax.lax.dynamic_update_slice(x, y, (here,))  # noqa: E731
 
@@ -67,18 +63,17 @@ def make_update(step: Callable, tree: jax.tree_util.PyTreeDef, tile: int | None,
             before = jax.tree.unflatten(tree, [cut(arrays[i]) if i in arrays else x for i, x in enumerate(leaves)])
             results, late = _written_early(step, (*before, [grad(here, tile)], scale), elementwise, written)
             if scratch is not None:
-                scratch = jax.lax.dynamic_update_slice(scratch, round_(results[0]), (number * tile,))
+                scratch = put(scratch, round_(results[0]))
             # What is replaced here was read until now.
             arrays, late = jax.lax.optimization_barrier((arrays, late))
             arrays |= {i: put(arrays[i], value) for i, value in late.items()}
             return tuple(arrays[i] for i in elementwise), scratch
 
-        arrays, scratch = jax.lax.fori_loop(0, turns, turn, (tuple(leaves[i] for i in elementwise), scratch))
+        carry = tuple(leaves[i] for i in elementwise), scratch
+        arrays, scratch = jax.lax.fori_loop(0, params.size // tile, turn, carry)
         # Step counts and the like, which are the same for every tile.
         one = jax.tree.unflatten(tree, [x[:1] if i in elementwise else x for i, x in enumerate(leaves)])
-        last = start + turns * tile == params.size
         results = jax.tree.leaves(step(*one, [grad(0, 1)], scale))
-        results = [x if i in elementwise else jnp.where(last, x, leaves[i]) for i, x in enumerate(results)]
         for i, array in zip(elementwise, arrays, strict=True):
             results[i] = array
         return results, scratch

@@ -30,13 +30,12 @@ from megatrain_jax.host.in_place import make_update
 
 # Before jax 0.11 barriers are dropped on the CPU and XLA copies whole chunks in every turn of a loop: there, one tile is a chunk.
 _TILED = jax.__version_info__ >= (0, 11)
-# Elements that a thread takes at a time, at most, and at least where others would be without work.
-CHUNK, LEAST = 1 << 22 if _TILED else 1 << 20, 1 << 18
-# Elements updated by one call, so that the rounded weights that it gives are still in cache when they are copied to the wire.
-# Not fewer: a call takes 0.1 ms of Python's lock and of hand-overs between threads (docs/benchmarks.md).
-PIECE = 1 << 20
+# Elements updated by one call, at most, and at least where other threads would be without work. The rounded weights that it
+# gives are then still in cache when they are copied to the wire, and no thread is busy for long when the others have nothing
+# left. Not fewer: each call takes Python's lock for a while (docs/benchmarks.md).
+CHUNK, LEAST = 1 << 20, 1 << 18
 # Elements of one turn of the loop in it, so that its operands stay in cache from one of XLA's loops to the next.
-TILE = 1 << 14 if _TILED else CHUNK
+TILE = 1 << 15 if _TILED else CHUNK
 PUT = 1 << 30  # elements of gradients in one array of the CPU backend; their offsets are int32
 PART = 1 << 16  # elements that a thread converts at a time; arrays of that size are reused, larger ones mapped anew
 ALIGN = 64  # elements; keeps every slice aligned enough for the CPU backend to read it in place
@@ -91,19 +90,19 @@ def view(array: jax.Array) -> np.ndarray:
     return np.frombuffer(raw, array.dtype).reshape(array.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _zeros(shape, dtype):
-    return jnp.zeros(shape, dtype)
+@functools.lru_cache(maxsize=64)
+def _on_the_cpu(function: Callable, static: tuple[int, ...] = ()) -> Callable:
+    """`function` compiled for the CPU backend, which owns what it gives. (`jnp.zeros` with a device would copy from the default one.)"""
+    return jax.jit(function, static_argnums=static, out_shardings=jax.sharding.SingleDeviceSharding(cpu_device()))
 
 
 def _allocate(shape: tuple[int, ...], dtype) -> jax.Array:
-    with jax.default_device(cpu_device()):
-        return jax.block_until_ready(_zeros(shape, dtype))
+    return jax.block_until_ready(_on_the_cpu(jnp.zeros, (0, 1))(shape, dtype))
 
 
 @dataclasses.dataclass
 class _Chunk:
-    """What one thread updates at a time, and its optimizer state."""
+    """What is updated by one call, and its optimizer state."""
 
     start: int  # offset in the row, in elements
     at: jax.Array  # offset in its part of the gradients, int32
@@ -188,8 +187,7 @@ class PlainRow:
         self._chunks: list[_Chunk] = []
         for each in shapes:
             start = self._chunks[-1].stop if self._chunks else 0
-            at = jax.device_put(np.int32(start % self._part), cpu_device())
-            self._chunks.append(_Chunk(start, at, [_allocate(each, jnp.float32)]))
+            self._chunks.append(_Chunk(start, _offset(start % self._part), [_allocate(each, jnp.float32)]))
         self._separate_wire = wire is not None
         self.wire = view(self._chunks[0].params).reshape(-1) if wire is None else wire
 
@@ -214,10 +212,10 @@ class PlainRow:
             out[where] = chunk
 
     def init_state(self, rule: Rule) -> None:
-        with jax.default_device(cpu_device()):
-            for chunk in self._chunks:
-                chunk.leaves, self._tree = jax.tree.flatten(([chunk.params], rule.init([chunk.params])))
-                chunk.where = _pointers(chunk.leaves)
+        for chunk in self._chunks:
+            state = jax.block_until_ready(_on_the_cpu(rule.init)([chunk.params]))
+            chunk.leaves, self._tree = jax.tree.flatten(([chunk.params], state))
+            chunk.where = _pointers(chunk.leaves)
 
     def update(self, rule: Rule, grad: np.ndarray, scale: np.float32) -> None:
         """Raises RuntimeError if the state did not change in place, so that memory would have doubled."""
@@ -234,35 +232,20 @@ class PlainRow:
                 done.result()
 
     def _update_chunks(self, chunks: Iterator[_Chunk], rule: Rule, parts: list[jax.Array], scale: jax.Array) -> None:
-        """Updates chunks that no other thread has taken. A piece is copied to the wire while XLA computes the next one."""
-        update, tile = make_update(rule.step, self._tree, self._tile, self.wire.dtype), self._tile
-        before = None
+        """Updates chunks that no other thread has taken."""
+        update = make_update(rule.step, self._tree, self._tile, self.wire.dtype)
         for chunk in chunks:
-            size, grads = chunk.size, parts[chunk.start // self._part]
-            unit = tile or max(size, 1)  # an empty tensor has a step, too
-            length = min(size, max(PIECE // unit, 1) * unit)
-            for start in range(0, max(size, 1), max(length, 1)):
-                here = slice(chunk.start + start, min(chunk.start + start + length, chunk.stop))
-                piece = _piece(start, (here.stop - here.start) // unit)
-                scratch = _Scratch.take(length, self.wire.dtype) if self._separate_wire else None
-                chunk.leaves, rounded = update(chunk.leaves, scratch and scratch.array, grads, chunk.at, piece, scale)
-                if before is not None:
-                    self._finish(*before)
-                before = chunk, here, scratch, rounded
-        if before is not None:
-            self._finish(*before)
+            self._update_chunk(chunk, update, parts[chunk.start // self._part], scale)
 
-    def _finish(self, chunk: _Chunk, here: slice, scratch: _Scratch | None, rounded: jax.Array | None) -> None:
-        """Waits for the update of a piece, and copies what it gave for the wire."""
-        moved = False
-        if scratch is None:
-            chunk.params.block_until_ready()
-        else:
-            moved = rounded.block_until_ready().unsafe_buffer_pointer() != scratch.address
-            np.copyto(self.wire[here].view(scratch.bits.dtype), scratch.bits[: here.stop - here.start])
-            scratch._replace(array=rounded).give()
-        if moved or here.stop == chunk.stop and _pointers(chunk.leaves) != chunk.where:
+    def _update_chunk(self, chunk: _Chunk, update: Callable, grads: jax.Array, scale: jax.Array) -> None:
+        scratch = _Scratch.take(chunk.size, self.wire.dtype) if self._separate_wire else None
+        chunk.leaves, rounded = update(chunk.leaves, scratch and scratch.array, grads, chunk.at, scale)
+        jax.block_until_ready((chunk.leaves, rounded))
+        if _pointers(chunk.leaves) != chunk.where or scratch and rounded.unsafe_buffer_pointer() != scratch.address:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
+        if scratch is not None:
+            np.copyto(self.wire[chunk.start : chunk.stop].view(scratch.bits.dtype), scratch.bits)
+            scratch._replace(array=rounded).give()
 
     def state(self) -> dict[str, list[tuple[np.ndarray, slice | None]]]:
         found = collections.defaultdict(list)
@@ -334,7 +317,7 @@ class SplitRow:
 
 
 class _Scratch(NamedTuple):
-    """Memory that the rounded weights of a piece pass through, used again by every piece of the same length.
+    """Memory that the rounded weights of a chunk pass through, used again by every chunk of the same size.
 
     Unsigned numbers, because XLA does not vectorise a copy of bfloat16.
     """
@@ -358,9 +341,9 @@ class _Scratch(NamedTuple):
 _free: dict[tuple[int, int], list[_Scratch]] = collections.defaultdict(list)
 
 
-@functools.lru_cache(maxsize=4096)
-def _piece(start: int, tiles: int) -> jax.Array:
-    return jax.device_put(np.array([start, tiles], np.int32), cpu_device())
+@functools.lru_cache(maxsize=PUT // LEAST)
+def _offset(elements: int) -> jax.Array:
+    return jax.device_put(np.int32(elements), cpu_device())
 
 
 @functools.lru_cache(maxsize=1)

@@ -299,6 +299,10 @@ def make_mesh(device: str) -> Mesh:
     """
     if device == "cpu":
         return Mesh(_per_process("cpu", 0))
+    if device != "auto" or os.path.exists("/proc/driver/nvidia/version"):
+        # The CPU backend has only the optimizer then, whose threads are to compute instead of waiting for threads of XLA's. It
+        # has to be known before there is a backend.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     name, _, index = device.partition(":")
     try:
         found = jax.devices("cuda")

@@ -76,8 +76,13 @@ def test_weights_lie_in_locked_pages(tmp_path):
         assert status == runtime.cudaError_t.cudaSuccess
 
 
-@pytest.mark.parametrize("memory", [{}, {"keep_intermediates": 0, "resident_blocks": 0}], ids=["auto", "streamed"])
-def test_a_resumed_run_equals_one_without_a_break_bit_for_bit(tmp_path, memory):
+STREAMED = {"keep_intermediates": 0, "resident_blocks": 0}
+
+
+@pytest.mark.parametrize(
+    "memory, backend", [({}, "auto"), (STREAMED, "auto"), (STREAMED, "optax")], ids=["auto", "streamed", "optax"]
+)
+def test_a_resumed_run_equals_one_without_a_break_bit_for_bit(tmp_path, memory, backend):
     model = write_model(tmp_path / "model", hidden_size=256, intermediate_size=512, max_position_embeddings=256)
     project = Project(tmp_path, model)
     sections = {
@@ -85,6 +90,7 @@ def test_a_resumed_run_equals_one_without_a_break_bit_for_bit(tmp_path, memory):
         "training": {"num_steps": 6, "deterministic": True, "gradient_accumulation_steps": 2},
         "checkpoint": {"save_steps": 3},
         "memory": memory,
+        "optimizer": {"backend": backend},
     }
     config = project.write(**sections)
     environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}

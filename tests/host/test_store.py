@@ -1,6 +1,10 @@
 """The store keeps exactly what it is given, in place, however it is cut into chunks and rows."""
 
+import functools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -251,6 +255,32 @@ def test_a_table_updated_in_parts_is_one_updated_at_once_bit_for_bit(kind):
     assert_same_bits(whole, parts)
 
 
+def test_updates_do_not_depend_on_the_thread_in_which_the_cpu_backend_computes():
+    code = (
+        "import sys, jax\n"
+        "jax.config.update('jax_cpu_enable_async_dispatch', sys.argv[1] == 'async')\n"
+        "from tests.host import test_store as t\n"
+        "t.layouts.CHUNK, t.layouts.LEAST, t.layouts.TILE = 96, 96, 24\n"
+        "store = t.make_store([{'weight': (23, 61)}, {}, {'norm.weight': (5,)}])\n"
+        "t.run_steps(store, t.host_optimizer(store, backend='optax'), range(4), t.BFLOAT16)\n"
+        "print(*(array.tobytes().hex() for _, array in sorted(t.state_arrays(store.tensors[t.EMBED]).items())))\n"
+    )
+    run = functools.partial(subprocess.run, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    one, other = (run([sys.executable, "-c", code, mode]).stdout for mode in ("async", "inline"))
+    assert one == other and len(one) > 23 * 61 * 3 * 8
+
+
+def test_an_update_is_compiled_once_for_each_size_of_chunks(monkeypatch):
+    small_chunks(monkeypatch, 96)
+    monkeypatch.setattr(layouts, "LEAST", 96)
+    store = make_store([{"weight": (500,)}, {}, {}])
+    host, tensor = host_optimizer(store, backend="optax"), store.tensors[EMBED]
+    run_steps(store, host, range(3), BFLOAT16)
+    row = tensor._rows[0]
+    update = make_update(host.rule(tensor).step, row._tree, layouts.TILE, tensor.wire[0].dtype)
+    assert update._cache_size() == len({chunk.size for chunk in row._chunks}) == 2
+
+
 @pytest.mark.skipif(layouts.TILE == layouts.CHUNK, reason="before jax 0.11 a chunk is updated at once")
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE))
 def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
@@ -261,7 +291,7 @@ def test_an_update_tile_by_tile_takes_the_memory_of_some_tiles(kind):
     row = store.tensors[EMBED]._rows[0]
     (chunk,) = row._chunks
     scratch, grads = layouts._allocate((size,), np.uint16), np.zeros(3 * size, BFLOAT16)
-    operands = chunk.leaves, scratch, grads, chunk.at, np.array([0, 10], np.int32), np.float32(1)
+    operands = chunk.leaves, scratch, grads, chunk.at, np.float32(1)
     compiled = make_update(rule.step, row._tree, layouts.TILE, BFLOAT16).lower(*operands).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= chunk.params.nbytes  # it measures

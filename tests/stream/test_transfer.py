@@ -1,5 +1,10 @@
 """What only the mesh knows of a copy that fails."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,6 +14,29 @@ from megatrain_jax.stream.pipeline import Settings
 from megatrain_jax.stream.transfer import Mesh, make_mesh
 from tests.conftest import small_spec
 from tests.reference import make_model, random_batch, random_weights, training
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("device, inline", [("cuda", True), ("auto", False), ("cpu", False)])
+def test_beside_an_accelerator_the_cpu_backend_computes_in_the_thread_that_calls(device, inline):
+    if device == "auto" and os.path.exists("/proc/driver/nvidia/version"):
+        inline = True
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from megatrain_jax.config import UserError\n"
+        "from megatrain_jax.stream.transfer import make_mesh\n"
+        "try:\n"
+        f"    make_mesh({device!r})\n"
+        "except UserError:\n"
+        "    pass\n"
+        "a = jax.device_put(jnp.full((400, 400), 1e-3), jax.local_devices(backend='cpu')[0])\n"
+        "long = jax.jit(lambda a: jax.lax.fori_loop(0, 100, lambda _, x: x @ a, a))\n"
+        "long(a).block_until_ready()\n"
+        "print(long(a).is_ready())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{inline}\n"
 
 
 @pytest.mark.parametrize("words, known", [("RESOURCE_EXHAUSTED: Out of memory", True), ("INTERNAL: link down", False)])

@@ -240,7 +240,8 @@ class PlainRow:
     def _update_chunk(self, chunk: _Chunk, update: Callable, grads: jax.Array, scale: jax.Array) -> None:
         scratch = _Scratch.take(chunk.size, self.wire.dtype) if self._separate_wire else None
         chunk.leaves, rounded = update(chunk.leaves, scratch and scratch.array, grads, chunk.at, scale)
-        jax.block_until_ready((chunk.leaves, rounded))
+        # What one program gives is there at once.
+        (chunk.params if scratch is None else rounded).block_until_ready()
         if _pointers(chunk.leaves) != chunk.where or scratch and rounded.unsafe_buffer_pointer() != scratch.address:
             raise RuntimeError("the CPU backend moved the optimizer's state instead of updating it in place")
         if scratch is not None:

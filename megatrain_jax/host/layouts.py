@@ -222,8 +222,8 @@ class PlainRow:
         # Not by chunk: a call of device_put takes as long as the update of 30,000 elements, in one thread at a time.
         parts = [grad[start : start + self._part] for start in range(0, max(grad.size, 1), self._part)]
         parts, scale = jax.device_put((parts, scale), cpu_device())
-        chunks = iter(self._chunks)
-        work = functools.partial(self._update_chunks, chunks, rule, parts, scale)
+        update = make_update(rule.step, self._tree, self._tile, self.wire.dtype)
+        work = functools.partial(self._update_chunks, iter(self._chunks), update, parts, scale)
         threads = min(_threads(), len(self._chunks))
         if threads == 1:
             work()
@@ -231,9 +231,10 @@ class PlainRow:
             for done in [_workers().submit(work) for _ in range(threads)]:
                 done.result()
 
-    def _update_chunks(self, chunks: Iterator[_Chunk], rule: Rule, parts: list[jax.Array], scale: jax.Array) -> None:
+    def _update_chunks(
+        self, chunks: Iterator[_Chunk], update: Callable, parts: list[jax.Array], scale: jax.Array
+    ) -> None:
         """Updates chunks that no other thread has taken."""
-        update = make_update(rule.step, self._tree, self._tile, self.wire.dtype)
         for chunk in chunks:
             self._update_chunk(chunk, update, parts[chunk.start // self._part], scale)
 

@@ -1,5 +1,5 @@
 """Times one layer's templates under XLA's options, one at a time; what paid is `GPU_OPTIONS` of
-megatrain_jax/stream/templates.py.
+megatrain_jax/xla.py.
 
     python scripts/tune_xla.py --shape 7b-wide --batch 32 --seq 1024
 

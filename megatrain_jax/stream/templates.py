@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,28 +47,7 @@ from megatrain_jax.models.spec import (
     TrunkSpec,
 )
 from megatrain_jax.stream.transfer import AXIS, Mesh
-
-# Options of XLA on a GPU, by what a 7B-wide layer of 32 x 1024 tokens takes on an H200: forward and backward with
-# intermediates kept / backward with the forward computed again (scripts/tune_xla.py, docs/benchmarks.md).
-GPU_OPTIONS = {
-    # cuBLAS is better at large matmuls than what XLA makes: 74.4 / 68.5 ms instead of 76.2 / 71.6.
-    "xla_gpu_enable_triton_gemm": False,
-    # Its newer interface on top: 74.6 / 67.3 ms.
-    "xla_gpu_enable_cublaslt": True,
-}
-
-# And on several GPUs of one process, where making a CUDA graph on one of them while they exchange data can make each wait
-# for the other (openxla/xla#37936). On one GPU graphs gain nothing: 76.4 / 70.5 ms without them.
-MULTI_GPU_OPTIONS = GPU_OPTIONS | {"xla_gpu_enable_command_buffer": ""}
-
-
-def compiler_options(platform: str, devices: int) -> dict[str, bool | str]:
-    """Options for the templates on some devices of a platform of jax, "gpu" or "cpu"; the user's XLA_FLAGS win."""
-    if platform != "gpu":
-        return {}
-    set_by_user = os.environ.get("XLA_FLAGS", "")
-    options = GPU_OPTIONS if devices == 1 else MULTI_GPU_OPTIONS
-    return {name: value for name, value in options.items() if name not in set_by_user}
+from megatrain_jax.xla import template_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +68,7 @@ class Execution:
 
     def jit(self, function: Callable, donate: str | Sequence[str] | None = None) -> Callable:
         """A template: `function` compiled for the mesh, which may overwrite the arguments named in `donate`."""
-        options = compiler_options(self.mesh.platform, self.mesh.size) or None
+        options = template_options(self.mesh.platform, self.mesh.size) or None
         return jax.jit(function, donate_argnames=donate, compiler_options=options)
 
     def unpack(self, weights: Weights, block: BlockSpec) -> dict[str, jax.Array]:

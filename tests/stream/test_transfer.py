@@ -1,4 +1,4 @@
-"""What only the mesh knows of a copy that fails."""
+"""What only the mesh knows: of the CPU backend beside it, and of a copy that fails."""
 
 import os
 import subprocess
